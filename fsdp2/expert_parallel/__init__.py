@@ -1,0 +1,1 @@
+"""Experts: the grouped GEMM over tokens sorted by expert."""
