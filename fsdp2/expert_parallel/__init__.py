@@ -1,1 +1,1 @@
-"""Experts: the grouped GEMM over tokens sorted by expert."""
+"""Experts: the grouped GEMM over tokens sorted by expert (`grouped_linear.GroupedLinear`)."""

@@ -1,0 +1,94 @@
+"""The experts' projection: one GEMM a group of rows, the rows of a group multiplied by the weight of one expert.
+
+`GroupedLinear` holds the weights of all experts of a projection as one parameter [E, in, out], so that they are sharded, gathered and quantized as
+one. Its input is the tokens sorted by expert. An expert that got no token contributes nothing and gets a gradient of exactly zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2.matmul import runs_in_fp32
+
+
+def group_offsets(counts_E: Tensor, rows: int) -> list[int]:
+    """Row offsets of the groups, [E + 1] host integers: group e is rows [offsets[e], offsets[e + 1]).
+
+    Raises:
+        ValueError: `counts_E` does not add up to `rows` (a row without an expert would silently stay zero).
+    """
+    offsets = [0]
+    for count in counts_E.tolist():
+        offsets.append(offsets[-1] + count)
+    if offsets[-1] != rows:
+        raise ValueError(f"token counts of the experts add up to {offsets[-1]}, but there are {rows} rows")
+    return offsets
+
+
+class _GroupedMM(torch.autograd.Function):
+    """Y[rows of e] = X[rows of e] W[e], a loop over the experts; products accumulate in fp32, only the given tensors are kept."""
+
+    @staticmethod
+    def forward(ctx, x_TI: Tensor, w_EIO: Tensor, offsets: list[int]) -> Tensor:
+        ctx.save_for_backward(x_TI, w_EIO)
+        ctx.offsets = offsets
+        wide = torch.float32 if runs_in_fp32(x_TI) else x_TI.dtype
+        return grouped_forward(x_TI.to(wide), w_EIO.to(wide), offsets).to(x_TI.dtype)
+
+    @staticmethod
+    def backward(ctx, dy_TO: Tensor):
+        x_TI, w_EIO = ctx.saved_tensors
+        wide = torch.float32 if runs_in_fp32(x_TI) else x_TI.dtype
+        dy_TO = dy_TO.to(wide)
+        dx = grouped_forward(dy_TO, w_EIO.to(wide).transpose(1, 2), ctx.offsets).to(x_TI.dtype) if ctx.needs_input_grad[0] else None
+        dw = grouped_weight_gradient(x_TI.to(wide), dy_TO, ctx.offsets).to(w_EIO.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+
+def grouped_forward(x_TI: Tensor, w_EIO: Tensor, offsets: list[int]) -> Tensor:
+    """[T, O]: rows of group e times w_EIO[e]. Both in one dtype."""
+    y_TO = x_TI.new_empty(x_TI.shape[0], w_EIO.shape[2])
+    for expert, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+        if end > begin:
+            torch.mm(x_TI[begin:end], w_EIO[expert], out=y_TO[begin:end])
+    return y_TO
+
+
+def grouped_weight_gradient(x_TI: Tensor, dy_TO: Tensor, offsets: list[int]) -> Tensor:
+    """[E, I, O]: X^T dY of every group, exactly zero for an empty one."""
+    dw_EIO = x_TI.new_zeros(len(offsets) - 1, x_TI.shape[1], dy_TO.shape[1])
+    for expert, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+        if end > begin:
+            torch.mm(x_TI[begin:end].t(), dy_TO[begin:end], out=dw_EIO[expert])
+    return dw_EIO
+
+
+class GroupedLinear(nn.Module):
+    """E bias-free projections in one parameter.
+
+    Args:
+        num_experts: E.
+        in_features, out_features: I and O; `weight` is [E, I, O] (input-major, as torch's grouped GEMMs take it).
+
+    `forward(x_TI, counts_E)`: x_TI [T, I] sorted by expert, counts_E int64 [E] rows of each expert -> [T, O].
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, device=None, dtype=None):
+        super().__init__()
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(num_experts, in_features, out_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(in_features), as `nn.Linear` does."""
+        bound = 1 / math.sqrt(self.in_features)
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x_TI: Tensor, counts_E: Tensor) -> Tensor:
+        return _GroupedMM.apply(x_TI, self.weight, group_offsets(counts_E, x_TI.shape[0]))
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
