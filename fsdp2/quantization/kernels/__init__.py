@@ -1,0 +1,49 @@
+"""The kernels behind `fsdp2.quantization.mx`, one module a backend, all with the same three functions and the same
+bytes.
+
+Each module defines `unavailable_reason() -> str | None` and
+
+    quantize(x, fmt, block_shape, axis, rule) -> (codes, scales)
+    quantize_dual_axis(x, fmt, block_shape, rule) -> ((codes, scales) along -1, (codes, scales) along -2)
+    dequantize(codes, scales, fmt, block_shape, axis, shape, dtype) -> Tensor
+
+with `axis` non-negative. `reference` defines what the others must return. Backends load on first use: importing this
+package imports none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+from fsdp2.errors import ConfigurationError, nearest
+
+BACKENDS = ("reference",)
+
+
+@functools.cache
+def backend_module(name: str) -> ModuleType:
+    """Import the backend called `name`; raise `ConfigurationError` for an unknown one and for one that cannot run here,
+    with the reason.
+    """
+    if name not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise ConfigurationError(f"unknown quantization backend '{name}'; known are {known}{nearest(name, BACKENDS)}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    reason = module.unavailable_reason()
+    if reason:
+        raise ConfigurationError(f"quantization backend '{name}' cannot run here: {reason}")
+    return module
+
+
+@functools.cache
+def backend_for_device(device_type: str) -> str:
+    """Name of the fastest backend that can run on `device_type`; the reference runs on every device."""
+    if device_type in BACKENDS:
+        try:
+            backend_module(device_type)
+            return device_type
+        except ConfigurationError:
+            pass
+    return "reference"
