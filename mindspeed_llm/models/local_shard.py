@@ -1,0 +1,36 @@
+"""Which part of a parameter this rank holds: the one thing weight initialization and weight loading must know about sharding.
+
+A parameter is a plain tensor (everything is here) or a DTensor whose dimensions are cut by the mesh dimensions in turn, each into chunks of
+ceil(length / parts) rows as `torch.chunk` cuts them, so that the last ranks may hold less or nothing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """The tensor this rank holds (written in place by the caller) and, for every dimension, the slice of the whole parameter that it is.
+
+    Raises:
+        NotImplementedError: a placement other than Replicate and plain Shard.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), tuple(slice(0, length) for length in parameter.shape)
+    begin, length = [0] * parameter.ndim, list(parameter.shape)
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise NotImplementedError("this rank is outside of the parameter's device mesh")
+    for mesh_dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard:
+            raise NotImplementedError(f"placement {placement} is not built; built are Replicate and Shard")
+        dim, parts = placement.dim, parameter.device_mesh.size(mesh_dim)
+        chunk = -(-length[dim] // parts)
+        offset = min(coordinate[mesh_dim] * chunk, length[dim])
+        begin[dim] += offset
+        length[dim] = min(chunk, length[dim] - offset)
+    return parameter.detach().to_local(), tuple(slice(b, b + n) for b, n in zip(begin, length))
