@@ -1,0 +1,110 @@
+"""Which process this is, on which device, and the start and end of torch.distributed.
+
+Ranks come from the environment that torchrun sets; without torchrun a run is one process, and torch.distributed still starts, so that there is one
+code path. The device is an NPU where torch_npu works, else a CUDA GPU, else the CPU with gloo. CPU tensors travel by gloo beside NCCL or HCCL.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+BACKENDS = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
+TIMEOUT = timedelta(minutes=30)  # rank 0 may build dataset indices or write weights while the others wait
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all: what torchrun put into the environment, or one process alone."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Launch:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=int(os.environ.get("RANK", "0")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            world_size=world_size,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+        )
+
+
+def device_type() -> str:
+    """Return `npu`, `cuda` or `cpu`: the first that works here. Imports torch, and torch_npu where it is installed."""
+    import torch
+
+    if importlib.util.find_spec("torch_npu") is not None:
+        import torch_npu  # noqa: F401  (registers torch.npu and the hccl backend)
+
+        if torch.npu.is_available():
+            return "npu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def start(launch: Launch, device: str):
+    """Start torch.distributed for `device` (npu, cuda, cpu) and return this process's `torch.device`."""
+    import torch
+    import torch.distributed as dist
+
+    if launch.local_world_size == launch.world_size:
+        _let_gloo_find_an_interface()
+    if device == "cpu":
+        this_device = torch.device("cpu")
+    else:
+        this_device = torch.device(device, launch.local_rank)
+        torch.get_device_module(device).set_device(this_device)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(
+            BACKENDS[device], rank=launch.rank, world_size=launch.world_size, timeout=TIMEOUT,
+            device_id=None if device == "cpu" else this_device,
+        )
+    else:
+        dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    return this_device
+
+
+def stop() -> None:
+    """End torch.distributed; harmless when it never started."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _let_gloo_find_an_interface() -> None:
+    """On one host whose own name does not resolve, gloo finds no address to bind to: give it the loopback interface."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        if loopback:
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
+
+
+def make_deterministic(seed: int, deterministic: bool) -> None:
+    """Seed every generator of this process; with `deterministic`, choose algorithms whose result does not vary from run to run.
+
+    An operation without a deterministic form warns instead of stopping the run.
+    """
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("HCCL_DETERMINISTIC", "true")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every torch.empty, gather buffers included
