@@ -1,0 +1,138 @@
+"""Flags of the group `parallel`: how parameters are sharded over processes and which activations are recomputed.
+
+`fsdp_size * dp_replicate_size` is the world size. Tensor, expert and context parallelism keep their flags and their
+defaults of 1 and are refused above it until they are built. Module patterns use `*`, `?`, `{*}` and `{0-3}`.
+"""
+# ruff: noqa: RUF009 -- flag() returns a dataclasses.field
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_llm.arguments.flag import NO_EFFECT, NOT_BUILT, flag
+
+_BUILT = "built are fsdp_size and dp_replicate_size, whose product is the number of processes"
+_NO_TP = "tensor parallelism is not built"
+_NO_EP = "expert parallelism is not built"
+_NO_CP = "context parallelism is not built"
+_NO_CHUNKS = "enable_chunk_batch is not built"
+_FP16 = "built are bf16 and fp32; fp16 needs loss scaling"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelArguments:
+    """Sharding, prefetch, mixed precision and recompute."""
+
+    tp_size: int = flag("Tensor parallel size.", 1, status=NOT_BUILT, note=_BUILT, minimum=1)
+    fsdp_size: int = flag("Processes that share one copy of the parameters.", 1, minimum=1)
+    dp_replicate_size: int = flag("Copies of the sharded parameters (HSDP).", 1, minimum=1)
+    recompute: bool = flag("Recompute activations in backward instead of keeping them.", False)
+    ep_size: int = flag("Expert parallel size.", 1, status=NOT_BUILT, note=_BUILT, minimum=1)
+    ep_fsdp_size: int = flag(
+        "Processes that share one expert's parameters.", 1, status=NOT_BUILT, note=_BUILT, minimum=1
+    )
+    cp_size: int = flag("Context parallel size.", 1, status=NOT_BUILT, note=_BUILT, minimum=1)
+    cp_type: str = flag(
+        "Kind of context parallelism.",
+        "ulysses",
+        choices=("ulysses", "ring", "kvallgather"),
+        status=NO_EFFECT,
+        note=_NO_CP,
+    )
+    fsdp_modules: list[str] = flag(
+        "Patterns of the modules that are gathered one at a time.",
+        ["model.layers.{*}", "model.embed_tokens", "lm_head"],
+    )
+    ignored_modules: list[str] | None = flag("Patterns of the modules that are not sharded.", None)
+    reshard_after_forward: bool = flag(
+        "Free gathered parameters after forward and gather them again in backward.", True
+    )
+    shard_placement_fn: str | None = flag(
+        "Dimension along which parameters are sharded.",
+        None,
+        status=NOT_BUILT,
+        note="parameters are sharded along dimension 0",
+    )
+    efsdp_shard_placement_fn: str | None = flag(
+        "Dimension along which an expert's parameters are sharded.",
+        "shard_by_dim_1",
+        choices=("shard_by_dim_0", "shard_by_dim_1"),
+        status=NO_EFFECT,
+        note="without ep_fsdp_size above 1 experts are sharded like all parameters, along dimension 0",
+    )
+    hook_modules: list[str] = flag(
+        "Patterns of the modules that get prefetch hooks.",
+        ["model.layers.{*}"],
+        status=NO_EFFECT,
+        note="every module of fsdp_modules is prefetched in the order of use",
+    )
+    fsdp_implementation: str = flag(
+        "Whose fully_shard is used.",
+        "native",
+        choices=("custom", "native"),
+        status=NO_EFFECT,
+        note="torch's fully_shard is always used",
+    )
+    tp_colwise: list[str] = flag(
+        "Patterns of the linear layers split by columns.",
+        ["*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"],
+        status=NO_EFFECT,
+        note=_NO_TP,
+    )
+    tp_rowwise: list[str] = flag(
+        "Patterns of the linear layers split by rows.", ["*.o_proj", "*.down_proj"], status=NO_EFFECT, note=_NO_TP
+    )
+    ep_modules: list[str] = flag(
+        "Patterns of the expert modules spread over processes.",
+        ["model.layers.{*}.mlp.experts"],
+        status=NO_EFFECT,
+        note=_NO_EP,
+    )
+    ep_fsdp_modules: list[str] = flag(
+        "Patterns of the expert modules sharded on their own mesh.",
+        ["model.layers.{*}.mlp.experts"],
+        status=NO_EFFECT,
+        note=_NO_EP,
+    )
+    ep_dispatcher: str = flag(
+        "How tokens reach their experts.", "eager", choices=("eager", "fused", "mc2"), status=NO_EFFECT, note=_NO_EP
+    )
+    recompute_modules: list[str] = flag(
+        "Patterns of the modules whose activations are recomputed.", ["model.layers.{*}"]
+    )
+    param_dtype: str = flag(
+        "Type of gathered parameters and of the computation.",
+        "bf16",
+        choices=("bf16", "fp16", "fp32"),
+        unbuilt={"fp16": _FP16},
+    )
+    reduce_dtype: str = flag(
+        "Type in which gradients are reduced.", "fp32", choices=("bf16", "fp16", "fp32"), unbuilt={"fp16": _FP16}
+    )
+    num_to_forward_prefetch: int = flag("Modules to gather ahead in forward.", 1, minimum=0)
+    num_to_backward_prefetch: int = flag("Modules to gather ahead in backward.", 1, minimum=0)
+    low_precision_reduce_scatter: str = flag(
+        "Format in which gradients travel.",
+        "none",
+        choices=("none", "mxfp8"),
+        status=NOT_BUILT,
+        note="gradients are reduced in reduce_dtype, bf16 or fp32",
+    )
+    enable_chunk_batch: bool = flag(
+        "Run modules on pieces of the batch.",
+        False,
+        status=NOT_BUILT,
+        note="a smaller per_device_train_batch_size with more gradient_accumulation_steps saves the same memory",
+    )
+    chunk_mbs: int = flag("Size of a piece.", 1, status=NO_EFFECT, note=_NO_CHUNKS, minimum=1)
+    chunk_mbs_batch_dim: int = flag("Batch dimension.", 0, status=NO_EFFECT, note=_NO_CHUNKS, minimum=0)
+    chunk_mbs_modules: list[str] = flag(
+        "Patterns of the modules that run on pieces.", ["model.layers.{*}"], status=NO_EFFECT, note=_NO_CHUNKS
+    )
+    chunk_mbs_arg_indexs: list[int] = flag("Positional inputs to cut.", [0], status=NO_EFFECT, note=_NO_CHUNKS)
+    chunk_mbs_kwarg_names: list[str] = flag(
+        "Keyword inputs to cut.",
+        ["position_embeddings", "position_ids", "attention_mask", "input_ids"],
+        status=NO_EFFECT,
+        note=_NO_CHUNKS,
+    )

@@ -1,0 +1,161 @@
+"""Flags of the group `training`: steps, optimizer, schedule, checkpoints, logs and profiling.
+
+A step is one optimizer update: `gradient_accumulation_steps` micro-batches of `per_device_train_batch_size` sequences
+on every process. `stage` has the reference stack's default `sft`, which is not built yet, so a run says
+`--training.stage pt`.
+"""
+# ruff: noqa: RUF009 -- flag() returns a dataclasses.field
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_llm.arguments.flag import NO_EFFECT, NOT_BUILT, flag
+
+_NO_PROFILE = "profiling is not built"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingArguments:
+    """The training loop."""
+
+    output_dir: str = flag("Folder for everything a run writes.")
+    stage: str = flag(
+        "pt: pre-training; sft: supervised fine-tuning.",
+        "sft",
+        choices=("pt", "sft"),
+        unbuilt={"sft": "built is pre-training: set --training.stage pt"},
+    )
+    seed: int = flag("Seed of initialization and of the order of samples.", 42, minimum=0)
+    deterministic: bool | None = flag("Use only kernels whose results repeat.", True)
+
+    optimizer: str = flag(
+        "Optimizer; fused_adamw updates all parameters in one kernel where the device has one.",
+        "adamw",
+        choices=("adamw", "muon", "fused_adamw"),
+        unbuilt={"muon": "built are adamw and fused_adamw"},
+    )
+    lr: float = flag("Peak learning rate.", 1e-05, minimum=0)
+    weight_decay: float = flag("Weight decay; norms and biases have none.", 0.01, minimum=0)
+    adam_beta1: float = flag("Decay of the mean of gradients.", 0.9, minimum=0, below=1)
+    adam_beta2: float = flag("Decay of the mean of squared gradients.", 0.95, minimum=0, below=1)
+    adam_epsilon: float = flag("Added to the denominator.", 1e-08, above=0)
+    max_grad_norm: float = flag("Clip the global gradient norm to this; 0 does not clip.", 1.0, minimum=0)
+    lr_scheduler_type: str = flag(
+        "Shape of the learning rate after warmup.",
+        "cosine",
+        choices=("cosine", "linear", "constant", "wsd"),
+        unbuilt={"wsd": "built are cosine, linear and constant"},
+    )
+    warmup_ratio: float = flag("Part of the steps that warm up.", 0.03, minimum=0, below=1)
+    warmup_steps: int = flag("Steps that warm up; above 0 it wins over warmup_ratio.", 0, minimum=0)
+    min_lr: float = flag("Learning rate at the end of cosine and linear.", 1e-06, minimum=0)
+    num_train_epochs: float = flag("Passes over the data, when max_steps is not set.", 3.0, above=0)
+    max_steps: int = flag("Steps to train; -1 trains num_train_epochs.", -1, minimum=-1)
+    gradient_accumulation_steps: int = flag("Micro-batches of one step.", 1, minimum=1)
+    per_device_train_batch_size: int = flag("Sequences of one micro-batch on one process.", 8, minimum=1)
+    disable_shuffling: bool = flag("Read documents in the order they are stored.", False)
+    router_aux_loss_coef: float = flag("Weight of the load-balancing loss of MoE routers.", 0.0, minimum=0)
+    indexer_loss_coeff: float = flag(
+        "Weight of the loss of a sparse-attention indexer.", 1.0, status=NO_EFFECT, note="no built model has an indexer"
+    )
+    mtp_loss_scaling_factor: float = flag(
+        "Weight of the multi-token prediction loss.",
+        0.3,
+        status=NO_EFFECT,
+        note="no built model predicts several tokens",
+    )
+    calculate_per_token_loss: bool = flag(
+        "Average the loss over tokens instead of over micro-batches.",
+        False,
+        status=NO_EFFECT,
+        note="pre-training sequences are equally long, so both averages are the same",
+    )
+
+    save_steps: int = flag("Steps between checkpoints; one is saved at the end too.", 500, minimum=1)
+    save_total_limit: int | None = flag("Checkpoints to keep; None keeps all.", 3, minimum=1)
+    save_epochs: int = flag(
+        "Epochs between checkpoints.",
+        1,
+        status=NOT_BUILT,
+        note="--training.save_steps says when checkpoints are saved",
+        minimum=1,
+    )
+    save_only_model: bool = flag(
+        "Leave optimizer and loader state out of checkpoints.",
+        False,
+        status=NOT_BUILT,
+        note="checkpoints hold all a resume needs; weights alone are in OUTPUT_DIR/hf (save_hf_weights)",
+    )
+    save_async: bool = flag(
+        "Write checkpoints while training goes on.",
+        False,
+        status=NOT_BUILT,
+        note="checkpoints are saved between two steps",
+    )
+    save_hf_weights: bool = flag("Write Hugging Face weights to OUTPUT_DIR/hf at the end.", True)
+    resume_from_checkpoint: str | None = flag("Checkpoint folder to go on from.", None)
+
+    eval_steps: int = flag(
+        "Steps between evaluations; 0 evaluates only at the end, if --data.split holds data out.", 0, minimum=0
+    )
+    eval_iters: int = flag("Batches of one evaluation; 0 takes all that is held out.", 0, minimum=0)
+
+    logging_steps: int = flag("Steps between lines of the log.", 1, minimum=1)
+    log_throughput: bool = flag("Log tokens per second.", False, status=NO_EFFECT, note="throughput is always logged")
+    log_cpu_memory: bool = flag(
+        "Log the memory of the process.", False, status=NO_EFFECT, note="memory is always logged"
+    )
+    tensorboard_dir: str | None = flag("Folder of TensorBoard events; unset, OUTPUT_DIR/tensorboard.", None)
+    quant_stats_steps: int = flag(
+        "Steps between statistics of quantized tensors; 0 takes none.",
+        0,
+        status=NOT_BUILT,
+        note="quantization_plan.json says what is quantized, without statistics",
+        minimum=0,
+    )
+    dry_run: bool = flag(
+        "Print the plan and stop.",
+        False,
+        status=NOT_BUILT,
+        note="the plan is printed at the start of a run; --training.max_steps 1 stops soon after",
+    )
+
+    dataloader_num_workers: int = flag("Processes that read ahead.", 0, minimum=0)
+    dataloader_prefetch_factor: int | None = flag(
+        "Batches that each worker reads ahead.",
+        None,
+        status=NO_EFFECT,
+        note="the loader's own default is used",
+        minimum=1,
+    )
+    dataloader_pin_memory: bool = flag(
+        "Read batches into page-locked memory.", True, status=NO_EFFECT, note="the device decides"
+    )
+    dataloader_persistent_workers: bool = flag(
+        "Keep workers between epochs.", False, status=NO_EFFECT, note="the loader crosses epochs without a restart"
+    )
+    dataloader_drop_last: bool = flag(
+        "Leave out the last batch of an epoch when it is short.",
+        False,
+        status=NO_EFFECT,
+        note="batches cross the end of an epoch, so none is short",
+    )
+
+    profile: bool = flag(
+        "Record a profile.",
+        False,
+        status=NOT_BUILT,
+        note="metrics.jsonl has step times, bytes and memory of every step",
+    )
+    profile_step_start: int = flag("First step to profile.", 0, status=NO_EFFECT, note=_NO_PROFILE, minimum=0)
+    profile_step_end: int = flag("Step to stop at; -1: one step.", -1, status=NO_EFFECT, note=_NO_PROFILE, minimum=-1)
+    profile_ranks: list[int] = flag("Ranks to profile; -1: all.", [-1], status=NO_EFFECT, note=_NO_PROFILE)
+    profile_level: str = flag("Detail of an NPU profile.", "level0", status=NO_EFFECT, note=_NO_PROFILE)
+    profile_export_type: str = flag("File format.", "text", status=NO_EFFECT, note=_NO_PROFILE)
+    profile_data_simplification: bool = flag("Drop raw data.", False, status=NO_EFFECT, note=_NO_PROFILE)
+    profile_with_cpu: bool = flag("Record CPU operators.", False, status=NO_EFFECT, note=_NO_PROFILE)
+    profile_with_stack: bool = flag("Record call stacks.", False, status=NO_EFFECT, note=_NO_PROFILE)
+    profile_with_memory: bool = flag("Record memory.", False, status=NO_EFFECT, note=_NO_PROFILE)
+    profile_record_shapes: bool = flag("Record shapes.", False, status=NO_EFFECT, note=_NO_PROFILE)
+    profile_save_path: str = flag("Folder of profiles.", "./profile", status=NO_EFFECT, note=_NO_PROFILE)
