@@ -77,18 +77,26 @@ class IndexedDatasetWriter:
         return self
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | None = None) -> None:
-        """Append a document of `tokens` [n]; `lengths` cuts it into sequences (they sum to n; one sequence when None)."""
+        """Append a document of `tokens` [n]; `lengths` cuts it into sequences (they sum to n; one when None)."""
         tokens = np.asarray(tokens)
+        self._append(tokens, [len(tokens)] if lengths is None else lengths)
+        self._document_indices.append(len(self._lengths))
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append many documents at once: `tokens` [sum of lengths], `lengths` int [documents], a sequence each."""
+        before = len(self._lengths)
+        self._append(np.asarray(tokens), lengths)
+        self._document_indices.extend(range(before + 1, len(self._lengths) + 1))
+
+    def _append(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
         if len(tokens) and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             if tokens.min() < limits.min or tokens.max() > limits.max:
                 raise OverflowError(f"tokens {tokens.min()}..{tokens.max()} do not fit {self.dtype}")
-        lengths = [len(tokens)] if lengths is None else [int(n) for n in lengths]
         if sum(lengths) != len(tokens):
-            raise ValueError(f"lengths sum to {sum(lengths)}, the document has {len(tokens)} tokens")
+            raise ValueError(f"lengths sum to {sum(lengths)}, there are {len(tokens)} tokens")
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-        self._lengths.extend(lengths)
-        self._document_indices.append(len(self._lengths))
+        self._lengths.extend(map(int, lengths))
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         try:
