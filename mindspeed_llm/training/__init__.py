@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: optimizer, schedule, loss, checkpoints, metrics, evaluation, the run's report."""
+"""The training loop and what surrounds it: optimizer, schedule, loss, checkpoints, metrics, evaluation, report."""

@@ -1,8 +1,9 @@
 """Checkpoints that a run resumes from bit for bit, on the same number of processes or on another one.
 
-`OUTPUT_DIR/checkpoints/step_00000200/` is a torch DCP folder of plain tensors (fp32 masters, optimizer state, each rank's random generators), beside
-`trainer_state.json` (step, tokens, loader) and `config.yaml`. It is written under another name and renamed when complete: a folder called `step_*`
-is always whole. Nothing in it depends on quantization, so a run may go on in another precision or another layout.
+`OUTPUT_DIR/checkpoints/step_00000200/` is a torch DCP folder of plain tensors (fp32 masters, optimizer state, each
+rank's random generators), beside `trainer_state.json` (step, tokens, loader) and `config.yaml`. It is written under
+another name and renamed when complete: a folder called `step_*` is always whole. Nothing in it depends on quantization,
+so a run may go on in another precision or another layout.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def complete_checkpoints(root: Path) -> list[Path]:
     """Return the complete checkpoints under `root`, oldest first."""
     if not Path(root).is_dir():
         return []
-    found = [path for path in Path(root).iterdir() if _STEP_FOLDER.fullmatch(path.name) and (path / STATE_FILE).exists()]
+    found = [
+        path for path in Path(root).iterdir() if _STEP_FOLDER.fullmatch(path.name) and (path / STATE_FILE).exists()
+    ]
     return sorted(found, key=lambda path: int(_STEP_FOLDER.fullmatch(path.name).group(1)))
 
 
@@ -59,7 +62,8 @@ def find_checkpoint(wish: str | None, root: Path) -> Path | None:
     """Return the checkpoint that `--training.resume_from_checkpoint` means, None to start from the beginning.
 
     Args:
-        wish: None; `latest` (an error when there is none); `auto` (the latest, or none); or a path: a checkpoint, or a folder of checkpoints.
+        wish: None; `latest` (an error when there is none); `auto` (the latest, or none); or a path: a checkpoint, or a
+            folder of checkpoints.
         root: this run's folder of checkpoints.
 
     Raises:
@@ -71,7 +75,8 @@ def find_checkpoint(wish: str | None, root: Path) -> Path | None:
         found = complete_checkpoints(root)
         if not found and wish == "latest":
             raise ConfigurationError(
-                f"--training.resume_from_checkpoint latest: {root} holds no complete checkpoint; 'auto' starts from the beginning then"
+                f"--training.resume_from_checkpoint latest: {root} holds no complete checkpoint; "
+                "'auto' starts from the beginning then"
             )
         return found[-1] if found else None
     path = Path(wish)
@@ -81,8 +86,8 @@ def find_checkpoint(wish: str | None, root: Path) -> Path | None:
         if found := complete_checkpoints(folder):
             return found[-1]
     raise ConfigurationError(
-        f"--training.resume_from_checkpoint {wish}: not a complete checkpoint (no {STATE_FILE}); allowed are latest, auto, a step_* folder or a "
-        f"folder of them{nearest(wish, ('latest', 'auto'))}"
+        f"--training.resume_from_checkpoint {wish}: not a complete checkpoint (no {STATE_FILE}); "
+        f"allowed are latest, auto, a step_* folder or a folder of them{nearest(wish, ('latest', 'auto'))}"
     )
 
 
@@ -137,8 +142,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, devic
     state = TrainerState(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
     if not state.has_optimizer:
         raise ConfigurationError(
-            f"{folder} was saved with --training.save_only_model: without its optimizer a run would continue with a cold one; "
-            "start a new run from its weights instead"
+            f"{folder} was saved with --training.save_only_model: without its optimizer a run would continue with a "
+            "cold one; start a new run from its weights instead"
         )
     allocate_state(optimizer)
     tensors = _tensors(model, optimizer)
@@ -151,7 +156,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, devic
 
 
 def changed_settings(folder: Path, config_yaml: str) -> list[str]:
-    """Return the settings that differ between a checkpoint's configuration and this run's, as `group.name: old -> new`."""
+    """Return what differs between a checkpoint's configuration and this run's, as `group.name: old -> new`."""
     saved = folder / CONFIG_FILE
     if not saved.exists():
         return []
@@ -169,7 +174,7 @@ def _flat(tree: dict) -> dict:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint by name, sharing storage with the run. A tied weight appears once, under its first name."""
+    """Return all tensors of a checkpoint by name, sharing storage with the run. A tied weight appears once."""
     persistent = model.state_dict().keys()
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     tensors.update({f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent})
@@ -182,12 +187,15 @@ def _check_same_tensors(folder: Path, tensors: dict[str, torch.Tensor], saved: d
     names = {name for name in saved if not name.startswith("rng.")}
     missing, unexpected = sorted(tensors.keys() - names), sorted(names - tensors.keys())
     if missing or unexpected:
-        examples = [f"lacks {name}" for name in missing[:2]] + [f"has {name}, which the model lacks" for name in unexpected[:2]]
+        examples = [f"lacks {name}" for name in missing[:2]] + [
+            f"has {name}, which the model lacks" for name in unexpected[:2]
+        ]
         raise ConfigurationError(f"{folder} is not a checkpoint of this model: it {'; it '.join(examples)}")
     for name, tensor in tensors.items():
         if tuple(saved[name].size) != tuple(tensor.shape):
             raise ConfigurationError(
-                f"{folder} is not a checkpoint of this model: {name} is {list(saved[name].size)} there and {list(tensor.shape)} here"
+                f"{folder} is not a checkpoint of this model: {name} is {list(saved[name].size)} there "
+                f"and {list(tensor.shape)} here"
             )
 
 

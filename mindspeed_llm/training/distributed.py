@@ -1,7 +1,8 @@
 """Which process this is, on which device, and the start and end of torch.distributed.
 
-Ranks come from the environment that torchrun sets; without torchrun a run is one process, and torch.distributed still starts, so that there is one
-code path. The device is an NPU where torch_npu works, else a CUDA GPU, else the CPU with gloo. CPU tensors travel by gloo beside NCCL or HCCL.
+Ranks come from the environment that torchrun sets; without torchrun a run is one process, and torch.distributed still
+starts, so that there is one code path. The device is an NPU where torch_npu works, else a CUDA GPU, else the CPU with
+gloo. CPU tensors travel by gloo beside NCCL or HCCL.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def start(launch: Launch, device: str):
         torch.get_device_module(device).set_device(this_device)
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(
-            BACKENDS[device], rank=launch.rank, world_size=launch.world_size, timeout=TIMEOUT,
+            BACKENDS[device],
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=TIMEOUT,
             device_id=None if device == "cpu" else this_device,
         )
     else:
@@ -91,7 +95,7 @@ def _let_gloo_find_an_interface() -> None:
 
 
 def make_deterministic(seed: int, deterministic: bool) -> None:
-    """Seed every generator of this process; with `deterministic`, choose algorithms whose result does not vary from run to run.
+    """Seed every generator of this process; with `deterministic`, choose algorithms that repeat their results.
 
     An operation without a deterministic form warns instead of stopping the run.
     """
@@ -107,4 +111,5 @@ def make_deterministic(seed: int, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("HCCL_DETERMINISTIC", "true")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every torch.empty, gather buffers included
+        # Filling is a debugging aid: it would write every torch.empty, gather buffers included.
+        torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,8 +1,8 @@
 """Held-out loss and bits per byte: the second compares runs whose tokenizers differ.
 
-Bits per byte = (sum of negative log-likelihoods in nats) / ln 2 / (UTF-8 bytes that the label tokens stand for). Every sequence is counted exactly
-once, whatever the number of processes: where the last round has too few sequences, the idle processes run a batch whose labels are all ignored,
-because FSDP needs every process in every gather.
+Bits per byte = (sum of negative log-likelihoods in nats) / ln 2 / (UTF-8 bytes that the label tokens stand for). Every
+sequence is counted exactly once, whatever the number of processes: where the last round has too few sequences, the idle
+processes run a batch whose labels are all ignored, because FSDP needs every process in every gather.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def evaluate(
         loss = cross_entropy(model(inputs_BS).logits, labels_BS)
         counted = labels_BS != IGNORE_INDEX
         label_bytes = token_bytes_V[labels_BS.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
-        totals += torch.tensor([loss.item(), count_label_tokens(labels_BS).item(), label_bytes.item()], dtype=torch.float64)
+        totals += torch.tensor(
+            [loss.item(), count_label_tokens(labels_BS).item(), label_bytes.item()], dtype=torch.float64
+        )
     model.train(was_training)
     _free_gathered_parameters(model)
     dist.all_reduce(totals)
@@ -65,7 +67,7 @@ def evaluate(
 
 
 def _batch(dataset: Sequence[dict], first: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and labels [size, S] of items `first`...; rows past the dataset's end repeat item 0 with ignored labels."""
+    """Return inputs and labels [size, S] of items `first`...; past the end, item 0 with its labels ignored."""
     items = [dataset[index if index < len(dataset) else 0] for index in range(first, first + size)]
     inputs_BS = torch.stack([torch.as_tensor(item["input_ids"]) for item in items])
     labels_BS = torch.stack([torch.as_tensor(item["labels"]) for item in items])
@@ -74,7 +76,7 @@ def _batch(dataset: Sequence[dict], first: int, size: int, device: torch.device)
 
 
 def _free_gathered_parameters(model: nn.Module) -> None:
-    """Reshard what a forward without backward left gathered (the root group), so that the next training step gathers as always."""
+    """Reshard what a forward without backward left gathered, so that the next training step gathers as always."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

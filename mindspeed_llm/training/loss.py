@@ -1,11 +1,11 @@
 """Next-token cross entropy: 16-bit logits, fp32 arithmetic, memory that does not grow with the batch.
 
-The usual `cross_entropy(logits.float(), labels)` keeps two more fp32 copies of [tokens, vocabulary] alive. Here the rows are taken a chunk at a
-time: each chunk is raised to fp32, gives its loss and at once its gradient (softmax minus one-hot), and only that gradient is kept, in the logits'
-own dtype. The idea is Liger's fused cross entropy (arXiv 2410.10989).
+The usual `cross_entropy(logits.float(), labels)` keeps two more fp32 copies of [tokens, vocabulary] alive. Here the
+rows are taken a chunk at a time: each chunk is raised to fp32, gives its loss and at once its gradient (softmax minus
+one-hot), and only that gradient is kept, in the logits' own dtype. The idea is Liger's fused cross entropy (arXiv 2410.10989).
 
-The result is a SUM over tokens times `scale`. A step's scale is one over the label tokens of its whole global batch, so a run with gradient
-accumulation, with padding, or on more processes weighs every token alike.
+The result is a SUM over tokens times `scale`. A step's scale is one over the label tokens of its whole global batch, so
+a run with gradient accumulation, with padding, or on more processes weighs every token alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 grad_CV = log_probs_CV.exp_()
                 grad_CV.scatter_add_(1, index_C1, torch.full_like(index_C1, -1.0, dtype=torch.float32))
-                # Scaled before it is rounded to 16 bits. An ignored row is replaced, not multiplied: its logits may be anything.
+                # Scaled before it is rounded to 16 bits. An ignored row is replaced: its logits may be anything.
                 grad_TV[rows] = grad_CV.mul_(scale).masked_fill_(ignored_C1, 0.0)
         if needs_grad:
             ctx.save_for_backward(grad_TV)

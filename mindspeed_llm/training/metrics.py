@@ -1,7 +1,7 @@
-"""What a run reports while it trains: the console line that existing tools parse, `metrics.jsonl`, TensorBoard, a progress bar on a terminal.
+"""What a run reports while it trains: the console line that tools parse, `metrics.jsonl`, TensorBoard, a progress bar.
 
-Only rank 0 writes. Every value belongs to one optimizer step. A resumed run continues the same files: what an interrupted run wrote past the
-checkpoint is taken out first, so a curve never doubles back.
+Only rank 0 writes. Every value belongs to one optimizer step. A resumed run continues the same files: what an
+interrupted run wrote past the checkpoint is taken out first, so a curve never doubles back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass
 class StepMetrics:
-    """One optimizer step. Bytes are what this rank sent into collectives (see `fsdp2.communication`); `tokens` counts from the run's start."""
+    """One optimizer step; bytes are what this rank sent into collectives, `tokens` counts from the run's start."""
 
     step: int
     loss: float
@@ -71,7 +71,7 @@ def console_line(metrics: StepMetrics, *, total_steps: int, global_batch_size: i
     if metrics.router_aux_loss is not None:
         fields.append(f"router aux loss: {metrics.router_aux_loss:.4f}")
     if metrics.communication:
-        gathered = metrics.communication["all_gather_bytes_forward"] + metrics.communication["all_gather_bytes_backward"]
+        gathered = sum(metrics.communication[f"all_gather_bytes_{phase}"] for phase in ("forward", "backward"))
         fields.append(f"all-gather sent(MB): {gathered / 1e6:.2f}")
         ratio = gather_ratio(metrics.communication)
         if ratio is not None:
@@ -84,7 +84,7 @@ def console_line(metrics: StepMetrics, *, total_steps: int, global_batch_size: i
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the peak of allocated and of reserved bytes: of the device, or of the process's resident memory on a CPU."""
+    """Return the peaks of allocated and of reserved bytes of a device; on a CPU, of the process's resident memory."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         return module.max_memory_allocated(device), module.max_memory_reserved(device)
@@ -102,11 +102,19 @@ class MetricsWriter:
         output_dir: where `metrics.jsonl` goes.
         tensorboard_dir: folder of the event files.
         rank: this process's rank.
-        first_step: the step this process starts with; earlier steps' lines are kept, later ones of an interrupted run are removed.
+        first_step: the step this process starts with; earlier steps' lines are kept, later ones of an interrupted run
+            are removed.
     """
 
     def __init__(
-        self, output_dir: Path, tensorboard_dir: Path, *, rank: int, first_step: int, total_steps: int, global_batch_size: int
+        self,
+        output_dir: Path,
+        tensorboard_dir: Path,
+        *,
+        rank: int,
+        first_step: int,
+        total_steps: int,
+        global_batch_size: int,
     ) -> None:
         self.total_steps, self.global_batch_size = total_steps, global_batch_size
         self._file = self._tensorboard = self._bar = None
@@ -122,7 +130,9 @@ class MetricsWriter:
         if sys.stdout.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, file=sys.stdout)
+            self._bar = tqdm(
+                total=total_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, file=sys.stdout
+            )
 
     def log(self, metrics: StepMetrics) -> None:
         """Write one step everywhere."""
@@ -158,7 +168,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return the rows of a `metrics.jsonl`; a last line that an interruption cut short is dropped, a missing file has no rows."""
+    """Return the rows of a `metrics.jsonl` up to one that an interruption cut short; a missing file has no rows."""
     rows = []
     if Path(path).exists():
         for line in Path(path).read_text(encoding="utf-8").splitlines():

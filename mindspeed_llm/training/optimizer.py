@@ -1,7 +1,8 @@
 """AdamW over the sharded fp32 masters, with weight decay on matrices only.
 
-Norm weights and biases are 1-D: decaying them pulls a scale or an offset towards zero without regularizing anything, so they form their own group.
-The optimizer sees ordinary DTensors; quantization happens after the step, when a weight is gathered, so no optimizer ever meets a quantized tensor.
+Norm weights and biases are 1-D: decaying them pulls a scale or an offset towards zero without regularizing anything, so
+they form their own group. The optimizer sees ordinary DTensors; quantization happens after the step, when a weight is
+gathered, so no optimizer ever meets a quantized tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def build_optimizer(
     betas: tuple[float, float],
     epsilon: float,
 ) -> torch.optim.Optimizer:
-    """Return AdamW (`adamw`: multi-tensor, `fused_adamw`: one kernel a parameter) over `parameter_groups(model, weight_decay)`."""
+    """Return AdamW over `parameter_groups`: `adamw` is multi-tensor, `fused_adamw` one kernel for the whole update."""
     if kind not in ("adamw", "fused_adamw"):
         raise ConfigurationError(f"--training.optimizer {kind}: built are adamw and fused_adamw")
     groups = parameter_groups(model, weight_decay)

@@ -1,9 +1,10 @@
 """The learning rate of every update, as a pure function of the update's number.
 
-A run is resumed with its step count alone: nothing here has state. Update `n` counts from 1 and the last update is `total_steps`, so the first
-update already has a rate above zero and the last one uses `min_lr`.
+A run is resumed with its step count alone: nothing here has state. Update `n` counts from 1 and the last update is
+`total_steps`, so the first update already has a rate above zero and the last one uses `min_lr`.
 
-`wsd` (warmup, stable, decay) is MiniCPM's schedule (arXiv 2404.06395) with the 1 - sqrt decay that Hägele et al. found best (arXiv 2405.18392).
+`wsd` (warmup, stable, decay) is MiniCPM's schedule (arXiv 2404.06395) with the 1 - sqrt decay that Hägele et al. found
+best (arXiv 2405.18392).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LearningRateSchedule:
             )
         if self.kind != "constant" and self.minimum > self.peak:
             raise ConfigurationError(
-                f"--training.min_lr {self.minimum:g} is above --training.lr {self.peak:g}; it is the rate the decay ends at"
+                f"--training.min_lr {self.minimum:g} is above --training.lr {self.peak:g}; the decay ends at min_lr"
             )
         if not 0 <= self.warmup_steps <= self.total_steps:
             raise ConfigurationError(
@@ -72,5 +73,5 @@ class LearningRateSchedule:
 
 
 def warmup_step_count(warmup_steps: int, warmup_ratio: float, total_steps: int) -> int:
-    """Return the updates of warmup: `warmup_steps` when it is above 0, else that share of the run, rounded up as in transformers."""
+    """Return the updates of warmup: `warmup_steps` when above 0, else that share of the run, rounded up."""
     return warmup_steps if warmup_steps > 0 else math.ceil(warmup_ratio * total_steps)

@@ -1,7 +1,8 @@
 """SIGTERM and SIGINT end a run between two steps, after a checkpoint, instead of in the middle of one.
 
-A scheduler that preempts a job sends SIGTERM and waits; torchrun passes it on to every process. The first signal only sets a flag, which the loop
-shares among the processes after each step, so that all of them save the same step. A Ctrl-C repeated later ends the process at once.
+A scheduler that preempts a job sends SIGTERM and waits; torchrun passes it on to every process. The first signal only
+sets a flag, which the loop shares among the processes after each step, so that all of them save the same step. A Ctrl-C
+repeated later ends the process at once.
 """
 
 from __future__ import annotations
