@@ -1,7 +1,8 @@
 """FSDP2 training of any `nn.Module`, with weights that travel through the all-gather as MXFP8.
 
-`parallelize(model, plan)` converts, shards and returns the model; `plan` says what to do and is checked before anything is allocated. This package
-knows no model, tokenizer or trainer. Names load on first use, so that checking arguments does not pay for importing torch.
+`parallelize(model, plan)` converts, shards and returns the model; `plan` says what to do and is checked before anything
+is allocated. This package knows no model, tokenizer or trainer. Names load on first use, so that checking arguments
+does not pay for importing torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one exception a user's mistake turns into, and the hint that goes with it.
 
-Every check of a flag, a file or a model that a user can get wrong raises `ConfigurationError`. Entry points print its message once, on rank 0,
-and exit with status 2; anything else that escapes is a defect of ours and keeps its traceback.
+Every check of a flag, a file or a model that a user can get wrong raises `ConfigurationError`. Entry points print its
+message once, on rank 0, and exit with status 2; anything else that escapes is a defect of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 
 class ConfigurationError(ValueError):
-    """A flag, file or size the user gave cannot work. The message names it, its value, what is allowed, and the nearest right thing."""
+    """A flag, file or size the user gave cannot work. The message names it, its value, what is allowed, and the nearest
+    right thing."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

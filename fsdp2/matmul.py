@@ -1,8 +1,9 @@
 """Matrix products that run at the device's real speed, whatever the dtype.
 
-A CPU without bf16 units multiplies bf16 matrices 8 times slower than fp32 ones (7-9 against 56-85 GFLOP/s a core, AVX2). Its GEMMs therefore run on
-exact fp32 copies and round the result once, which is also what an accelerator does (fp32 accumulation, one rounding): same numbers, full speed. Only
-the 16-bit tensors are kept for backward. On other devices, and in fp32, these are the plain torch operations.
+A CPU without bf16 units multiplies bf16 matrices 8 times slower than fp32 ones (7-9 against 56-85 GFLOP/s a core,
+AVX2). Its GEMMs therefore run on exact fp32 copies and round the result once, which is also what an accelerator does
+(fp32 accumulation, one rounding): same numbers, full speed. Only the 16-bit tensors are kept for backward. On other
+devices, and in fp32, these are the plain torch operations.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class _LinearThroughFp32(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(x, weight, bias)`: x [..., K], weight [N, K], bias [N] -> [..., N]; 16-bit products on a CPU run through fp32."""
+    """`F.linear(x, weight, bias)`: x [..., K], weight [N, K], bias [N] -> [..., N]; 16-bit products on a CPU run
+    through fp32."""
     if not runs_in_fp32(x) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     y = _LinearThroughFp32.apply(x.reshape(-1, x.shape[-1]), weight, bias)

@@ -1,7 +1,8 @@
 """Module-name patterns: how a user says which modules are sharded, quantized, recomputed or left alone.
 
-A pattern is a full dotted name as `named_modules()` gives it, with wildcards: `*` any characters (dots too), `?` one character, `{*}` one dotted
-component, `{0-3}` one component that is a number in that range. `model.layers.{*}` therefore names every layer and nothing inside one.
+A pattern is a full dotted name as `named_modules()` gives it, with wildcards: `*` any characters (dots too), `?` one
+character, `{*}` one dotted component, `{0-3}` one component that is a number in that range. `model.layers.{*}`
+therefore names every layer and nothing inside one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def _compile(pattern: str) -> tuple[re.Pattern[str], tuple[range, ...]]:
         elif word == "?":
             expression.append(r".")
         elif word.startswith("{"):
-            raise ConfigurationError(f"module pattern '{pattern}': '{word}' is no wildcard; allowed are '*', '?', '{{*}}' and '{{0-3}}'")
+            raise ConfigurationError(
+                f"module pattern '{pattern}': '{word}' is no wildcard; allowed are '*', '?', '{{*}}' and '{{0-3}}'"
+            )
         else:
             expression.append(re.escape(word))
     return re.compile("".join(expression)), tuple(ranges)
@@ -52,7 +55,8 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def covers(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of `patterns` names `name` or a module that contains it: `model.layers.{*}` covers `model.layers.0.mlp.up_proj`."""
+    """Whether one of `patterns` names `name` or a module that contains it: `model.layers.{*}` covers
+    `model.layers.0.mlp.up_proj`."""
     patterns = tuple(patterns)
     parts = name.split(".")
     return any(matches(".".join(parts[:depth]), patterns) for depth in range(1, len(parts) + 1))

@@ -1,1 +1,2 @@
-"""What is trained: arguments, models, data, the training loop and inference. How it is sharded and in which precision lives in `fsdp2`."""
+"""What is trained: arguments, models, data, the training loop and inference. How it is sharded and in which precision
+lives in `fsdp2`."""

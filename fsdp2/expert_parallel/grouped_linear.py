@@ -1,11 +1,13 @@
 """The experts' projection: one GEMM a group of rows, the rows of a group multiplied by the weight of one expert.
 
-`GroupedLinear` holds the weights of all experts of a projection as one parameter [E, in, out], so that they are sharded, gathered and quantized as
-one. Its input is the tokens sorted by expert. An expert that got no token contributes nothing and gets a gradient of exactly zero.
+`GroupedLinear` holds the weights of all experts of a projection as one parameter [E, in, out], so that they are
+sharded, gathered and quantized as one. Its input is the tokens sorted by expert. An expert that got no token
+contributes nothing and gets a gradient of exactly zero.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -29,7 +31,8 @@ def group_offsets(counts_E: Tensor, rows: int) -> list[int]:
 
 
 class _GroupedMM(torch.autograd.Function):
-    """Y[rows of e] = X[rows of e] W[e], a loop over the experts; products accumulate in fp32, only the given tensors are kept."""
+    """Y[rows of e] = X[rows of e] W[e], a loop over the experts; products accumulate in fp32, only the given tensors
+    are kept."""
 
     @staticmethod
     def forward(ctx, x_TI: Tensor, w_EIO: Tensor, offsets: list[int]) -> Tensor:
@@ -43,15 +46,23 @@ class _GroupedMM(torch.autograd.Function):
         x_TI, w_EIO = ctx.saved_tensors
         wide = torch.float32 if runs_in_fp32(x_TI) else x_TI.dtype
         dy_TO = dy_TO.to(wide)
-        dx = grouped_forward(dy_TO, w_EIO.to(wide).transpose(1, 2), ctx.offsets).to(x_TI.dtype) if ctx.needs_input_grad[0] else None
-        dw = grouped_weight_gradient(x_TI.to(wide), dy_TO, ctx.offsets).to(w_EIO.dtype) if ctx.needs_input_grad[1] else None
+        dx = (
+            grouped_forward(dy_TO, w_EIO.to(wide).transpose(1, 2), ctx.offsets).to(x_TI.dtype)
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        dw = (
+            grouped_weight_gradient(x_TI.to(wide), dy_TO, ctx.offsets).to(w_EIO.dtype)
+            if ctx.needs_input_grad[1]
+            else None
+        )
         return dx, dw, None
 
 
 def grouped_forward(x_TI: Tensor, w_EIO: Tensor, offsets: list[int]) -> Tensor:
     """[T, O]: rows of group e times w_EIO[e]. Both in one dtype."""
     y_TO = x_TI.new_empty(x_TI.shape[0], w_EIO.shape[2])
-    for expert, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+    for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if end > begin:
             torch.mm(x_TI[begin:end], w_EIO[expert], out=y_TO[begin:end])
     return y_TO
@@ -60,7 +71,7 @@ def grouped_forward(x_TI: Tensor, w_EIO: Tensor, offsets: list[int]) -> Tensor:
 def grouped_weight_gradient(x_TI: Tensor, dy_TO: Tensor, offsets: list[int]) -> Tensor:
     """[E, I, O]: X^T dY of every group, exactly zero for an empty one."""
     dw_EIO = x_TI.new_zeros(len(offsets) - 1, x_TI.shape[1], dy_TO.shape[1])
-    for expert, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+    for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if end > begin:
             torch.mm(x_TI[begin:end].t(), dy_TO[begin:end], out=dw_EIO[expert])
     return dw_EIO

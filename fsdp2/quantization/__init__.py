@@ -1,4 +1,5 @@
-"""Block-scaled (MX) quantization: formats, recipes, the quantize/dequantize door, and the modules whose three GEMMs run on it.
+"""Block-scaled (MX) quantization: formats, recipes, the quantize/dequantize door, and the modules whose three GEMMs run
+on it.
 
 Names load on first use, so that checking a recipe's name does not pay for importing torch.
 """

@@ -1,0 +1,150 @@
+"""`MXLinear`: a linear layer whose three GEMMs multiply MX-quantized operands.
+
+    forward   Y  = X W^T    X along K, W along K
+    dgrad     dX = dY W     dY along N, W along N
+    wgrad     dW = dY^T X   dY along M, X along M
+
+Blocks run along the contracted dimension (X [M, K], W [N, K], dY [M, N]), so each tensor is quantized along two axes. X
+is quantized along both in one pass in forward; only its codes along M are kept for backward (1.03 bytes an element
+instead of 2), as saved tensors, so that recomputation frees them. The weight is quantized here, unless it comes out of
+a low-precision all-gather and is quantized already (`weights.py`): same bytes either way.
+
+A product is emulated exactly: both operands are dequantized and multiplied with fp32 accumulation, which differs from
+    block-scaled hardware only in the order of accumulation (fsdp2/quantization/mx.py names the backends).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2.matmul import runs_in_fp32
+from fsdp2.quantization.mx import MXTensor, quantize, quantize_dual_axis
+from fsdp2.quantization.recipe import QuantRecipe, TensorRecipe
+
+Operand = Tensor | MXTensor
+
+
+def keeps_bf16(recipe: TensorRecipe) -> bool:
+    """Whether a recipe leaves this tensor alone."""
+    return recipe.element_format == "BF16"
+
+
+def quantized(x: Tensor, recipe: TensorRecipe, scale_rule: str, axis: int) -> Operand:
+    """`x` [..., R, C] as an operand whose blocks run along `axis` (-1 or -2)."""
+    if keeps_bf16(recipe):
+        return x
+    return quantize(
+        x, element_format=recipe.element_format, block_shape=recipe.block_shape, axis=axis, scale_rule=scale_rule
+    )
+
+
+def quantized_both(x: Tensor, recipe: TensorRecipe, scale_rule: str) -> tuple[Operand, Operand]:
+    """`x` [..., R, C] as operands whose blocks run along -1 and along -2, in one pass over `x`."""
+    if keeps_bf16(recipe):
+        return x, x
+    return quantize_dual_axis(
+        x, element_format=recipe.element_format, block_shape=recipe.block_shape, scale_rule=scale_rule
+    )
+
+
+def weight_operand(weight: Tensor, recipe: QuantRecipe, axis: int) -> Operand:
+    """The weight along `axis`: the plane that was gathered, or one made now from the weight in bf16 or fp32."""
+    gathered = getattr(weight, "gathered_plane", None)
+    return (
+        gathered(axis) if gathered is not None else quantized(weight.detach(), recipe.weight, recipe.scale_rule, axis)
+    )
+
+
+def widened(x: Operand, like: Tensor) -> Tensor:
+    """An operand as the GEMM takes it: dequantized, in the dtype that multiplies fast and exactly on the device of
+    `like`."""
+    dtype = torch.float32 if runs_in_fp32(like) else like.dtype
+    return x.dequantize(dtype) if isinstance(x, MXTensor) else x.to(dtype)
+
+
+def planes_of(x: Operand) -> tuple[Tensor, ...]:
+    """The tensors that hold an operand, for `save_for_backward`."""
+    return (x.codes, x.scales) if isinstance(x, MXTensor) else (x,)
+
+
+class OperandForm:
+    """What an operand was, without its tensors: kept on the autograd context, where a tensor would outlive
+    recomputation."""
+
+    def __init__(self, x: Operand):
+        self.count = len(planes_of(x))
+        self.mx = (x.element_format, x.block_shape, x.axis, x.shape) if isinstance(x, MXTensor) else None
+
+    def restore(self, planes: tuple[Tensor, ...]) -> Operand:
+        return MXTensor(*planes, *self.mx) if self.mx else planes[0]
+
+
+class _MXLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_MK: Tensor, w_NK: Tensor, b_N: Tensor | None, recipe: QuantRecipe) -> Tensor:
+        needs_wgrad = ctx.needs_input_grad[1]
+        if needs_wgrad:
+            x_along_K, x_along_M = quantized_both(x_MK, recipe.inputs, recipe.scale_rule)
+            ctx.saved_input = OperandForm(x_along_M)
+            ctx.save_for_backward(w_NK, *planes_of(x_along_M))
+        else:
+            x_along_K = quantized(x_MK, recipe.inputs, recipe.scale_rule, -1)
+            ctx.save_for_backward(w_NK)
+        ctx.recipe, ctx.dtype, ctx.has_bias = recipe, x_MK.dtype, b_N is not None
+        left, right = widened(x_along_K, x_MK), widened(weight_operand(w_NK, recipe, -1), x_MK)
+        y_MN = left @ right.t() if b_N is None else torch.addmm(b_N.to(left.dtype), left, right.t())
+        return y_MN.to(x_MK.dtype)
+
+    @staticmethod
+    def backward(ctx, dy_MN: Tensor):
+        w_NK, *planes = ctx.saved_tensors
+        recipe = ctx.recipe
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        dx = dw = None
+        if wants_dx and wants_dw:
+            dy_along_N, dy_along_M = quantized_both(dy_MN, recipe.grads, recipe.scale_rule)
+        elif wants_dx:
+            dy_along_N = quantized(dy_MN, recipe.grads, recipe.scale_rule, -1)
+        elif wants_dw:
+            dy_along_M = quantized(dy_MN, recipe.grads, recipe.scale_rule, -2)
+        if wants_dx:
+            dx = (widened(dy_along_N, dy_MN) @ widened(weight_operand(w_NK, recipe, -2), dy_MN)).to(ctx.dtype)
+        if wants_dw:
+            dw = (widened(dy_along_M, dy_MN).t() @ widened(ctx.saved_input.restore(tuple(planes)), dy_MN)).to(
+                w_NK.dtype
+            )
+        db = dy_MN.float().sum(0).to(w_NK.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return dx, dw, db, None
+
+
+class MXLinear(nn.Linear):
+    """`nn.Linear` with the three GEMMs of `recipe`: the same parameters and names, any leading dimensions and token
+    count."""
+
+    recipe: QuantRecipe
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, recipe: QuantRecipe) -> MXLinear:
+        """An MXLinear on the very parameters (and hooks, and training mode) of `linear`; works on the meta device.
+
+        Args:
+            linear: weight [N, K], bias [N] or None.
+            recipe: what X, W and dY are quantized to.
+        """
+        converted = cls.__new__(cls)
+        converted.__dict__.update(linear.__dict__)
+        converted.recipe = recipe
+        return converted
+
+    def forward(self, input: Tensor) -> Tensor:
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        with torch.autocast(device_type, enabled=False):
+            x_MK = input.reshape(-1, input.shape[-1])
+            y_MN = _MXLinearFunction.apply(x_MK, self.weight, self.bias, self.recipe)
+        return y_MN.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
