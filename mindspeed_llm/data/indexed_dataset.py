@@ -225,10 +225,12 @@ class IndexedDataset:
     def document_count(self) -> int:
         return len(self.document_indices) - 1
 
-    def document_offsets(self) -> np.ndarray:
-        """int64 [documents + 1]: first token of each document in `tokens`, and the number of tokens at the end."""
-        starts = np.append(self.sequence_pointers // self.dtype.itemsize, len(self.tokens))
-        return starts[self.document_indices]
+    def document_offsets(self, first: int = 0, end: int | None = None) -> np.ndarray:
+        """int64 [end - first + 1]: where the documents [first, end) begin in `tokens`, and where the last one ends."""
+        sequences = self.document_indices[first : self.document_count + 1 if end is None else end + 1]
+        # The sequence after the last one begins where the tokens end.
+        starts = self.sequence_pointers[np.minimum(sequences, max(len(self) - 1, 0))] // self.dtype.itemsize
+        return np.where(sequences == len(self), len(self.tokens), starts)
 
 
 def _flush(file) -> None:
