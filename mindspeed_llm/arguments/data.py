@@ -105,7 +105,7 @@ class DataArguments:
         note="nothing is written beside the data, so nothing is shared",
     )
     data_manager_type: str = flag(
-        "mg: Megatron .bin/.idx; lf: names of dataset_info.json. Both read .bin/.idx prefixes; other datasets of lf are not built yet.",
+        "mg: Megatron .bin/.idx; lf: dataset_info.json. Both read .bin/.idx prefixes; entries of lf are not built yet.",
         "lf",
         choices=("lf", "mg"),
     )

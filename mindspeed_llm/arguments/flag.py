@@ -34,10 +34,16 @@ _KIND_WORDS = {
 class Flag:
     """A row of the table of flags.
 
-    kind: one of bool, int, float, str, "list of str", "list of int", "str or dict". optional: None is a value of its own (`None`, `null`).
-    status: WORKS, NO_EFFECT (accepted; a value other than the default is answered with one warning) or NOT_BUILT (a value other than the default is
-    refused). note: why there is no effect, or what is built instead. unbuilt: single values that are refused although the flag works, each with what
-    is built; these are refused even when they are the default. minimum, above, below: limits of numbers (>=, >, <).
+    Attributes:
+        kind: bool, int, float, str, "list of str", "list of int" or "str or dict".
+        optional: None (`None`, `null`) is a value of its own.
+        default: `REQUIRED` when there is none.
+        status: WORKS; NO_EFFECT: a value other than the default is accepted with a warning; NOT_BUILT: a value other
+            than the default is refused.
+        note: why there is no effect, or what is built instead.
+        choices: the values allowed, of each element in a list; () for any.
+        unbuilt: values that are refused, each with what is built, although the flag works; even when it is the default.
+        minimum, above, below: limits of numbers (>=, >, <).
     """
 
     group: str
@@ -58,6 +64,11 @@ class Flag:
     def dotted(self) -> str:
         return f"{self.group}.{self.name}"
 
+    def unbuilt_by_reason(self) -> dict[tuple[str, ...], str]:
+        """The values of `unbuilt`, those with the same reason together."""
+        reasons = dict.fromkeys(self.unbuilt.values())
+        return {tuple(value for value, why in self.unbuilt.items() if why == reason): reason for reason in reasons}
+
     @property
     def required(self) -> bool:
         return self.default is REQUIRED
@@ -75,7 +86,7 @@ class Flag:
             if limit is not None
         ]
         if limits:
-            words += " of " + " and ".join(limits) if self.minimum is not None else " " + " and ".join(limits)
+            words += ", " + " and ".join(limits)
         return words + (", or None" if self.optional else "")
 
 
@@ -91,7 +102,7 @@ def flag(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Declare a dataclass field that is a flag (see `Flag` for the words); a list default is copied for every instance."""
+    """Declare a dataclass field that is a flag (see `Flag` for the words); a list is copied for every instance."""
     if status != WORKS and not note:
         raise ValueError(f"a flag that is {status!r} says why: {help}")
     metadata = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from fsdp2.errors import ConfigurationError
 from mindspeed_llm.arguments.data import DataArguments
 from mindspeed_llm.arguments.flag import NO_EFFECT, Flag, flags_of
 from mindspeed_llm.arguments.inference import InferenceArguments
@@ -19,7 +20,7 @@ from mindspeed_llm.arguments.model import ModelArguments
 from mindspeed_llm.arguments.optimization import OptimizationArguments
 from mindspeed_llm.arguments.parallel import ParallelArguments
 from mindspeed_llm.arguments.training import TrainingArguments
-from mindspeed_llm.arguments.values import is_null_word
+from mindspeed_llm.arguments.values import is_null_word, written
 
 GROUPS: dict[str, type] = {
     "model": ModelArguments,
@@ -69,9 +70,14 @@ class Arguments:
         return yaml.dump(groups, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
     def validate(self, world_size: int, *, purpose: str = "training") -> None:
-        """Refuse what cannot work, before torch is imported; raises ConfigurationError that names every problem found.
+        """Refuse what cannot work, before torch is imported or anything is allocated.
 
-        world_size: number of processes. purpose: "training", or "inference", which needs neither a dataset nor an output folder.
+        Args:
+            world_size: number of processes.
+            purpose: "training", or "inference", which needs neither a dataset nor an output folder.
+
+        Raises:
+            ConfigurationError: names every problem that was found.
         """
         from mindspeed_llm.arguments.validation import validate
 
@@ -90,8 +96,9 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def written(value: Any) -> str:
-    """Return a value as a user would type it on the command line."""
-    if isinstance(value, list):
-        return " ".join(str(element) for element in value) or "[]"
-    return str(value)
+def raise_together(problems: list[str]) -> None:
+    """Raise one ConfigurationError that lists all problems; nothing when there are none."""
+    if len(problems) == 1:
+        raise ConfigurationError(problems[0])
+    if problems:
+        raise ConfigurationError(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))

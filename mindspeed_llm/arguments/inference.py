@@ -3,7 +3,6 @@
 Training ignores this group; the two entry points share one set of flags so that a training YAML can be handed to
 inference as it is.
 """
-# ruff: noqa: RUF009 -- flag() returns a dataclasses.field
 
 from __future__ import annotations
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_llm.arguments.flag import NO_EFFECT, NOT_BUILT, flag
+from mindspeed_llm.models.config import MODEL_TYPES
 
-BUILT_FAMILIES = ("qwen3", "qwen3_moe", "llama")
-OTHER_FAMILIES = (
+FAMILIES = (
     "gpt_oss",
+    "qwen3",
+    "qwen3_moe",
     "qwen3_next",
     "step35",
     "mamba3",
@@ -22,8 +24,8 @@ OTHER_FAMILIES = (
     "longcat_flash_ngram",
     "glm52",
     "deepseek_v4",
+    "llama",
 )
-_BUILT = f"built are {', '.join(BUILT_FAMILIES)}"
 _NO_HUB = "models are read from local folders and nothing is downloaded"
 _VOCABULARY = (
     "the vocabulary is the tokenizer's own; build it with the tokens that are needed (tools/train_tokenizer.py)"
@@ -40,8 +42,8 @@ class ModelArguments:
     model_id: str | None = flag(
         "Model family; unset, config.json's model_type says it.",
         None,
-        choices=("gpt_oss", "qwen3", "qwen3_moe", *OTHER_FAMILIES[1:], "llama"),
-        unbuilt={family: _BUILT for family in OTHER_FAMILIES},
+        choices=FAMILIES,
+        unbuilt={family: f"built are {', '.join(MODEL_TYPES)}" for family in FAMILIES if family not in MODEL_TYPES},
     )
     init_model_with_meta_device: bool = flag(
         "Build the model without storage and initialize each shard in place.",

@@ -3,7 +3,6 @@
 Fused kernels change speed, not results, so a flag that asks for one that is not there is accepted with a warning.
 What would change results (a window of attention, a fixed router) is refused until it is built.
 """
-# ruff: noqa: RUF009 -- flag() returns a dataclasses.field
 
 from __future__ import annotations
 

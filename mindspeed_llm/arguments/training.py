@@ -24,7 +24,7 @@ class TrainingArguments:
         "pt: pre-training; sft: supervised fine-tuning.",
         "sft",
         choices=("pt", "sft"),
-        unbuilt={"sft": "built is pre-training: set --training.stage pt"},
+        unbuilt={"sft": "built is pre-training, --training.stage pt"},
     )
     seed: int = flag("Seed of initialization and of the order of samples.", 42, minimum=0)
     deterministic: bool | None = flag("Use only kernels whose results repeat.", True)
@@ -42,10 +42,9 @@ class TrainingArguments:
     adam_epsilon: float = flag("Added to the denominator.", 1e-08, above=0)
     max_grad_norm: float = flag("Clip the global gradient norm to this; 0 does not clip.", 1.0, minimum=0)
     lr_scheduler_type: str = flag(
-        "Shape of the learning rate after warmup.",
+        "Shape of the learning rate after warmup; wsd stays at the peak and falls in the last fifth.",
         "cosine",
         choices=("cosine", "linear", "constant", "wsd"),
-        unbuilt={"wsd": "built are cosine, linear and constant"},
     )
     warmup_ratio: float = flag("Part of the steps that warm up.", 0.03, minimum=0, below=1)
     warmup_steps: int = flag("Steps that warm up; above 0 it wins over warmup_ratio.", 0, minimum=0)

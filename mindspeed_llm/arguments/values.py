@@ -126,3 +126,10 @@ def _check_limits(row: Flag, value: Any) -> None:
     )
     if outside:
         raise ValueError(f"allowed is {row.allowed}")
+
+
+def written(value: Any) -> str:
+    """Return a value (or what the user wrote for it) as it is typed on the command line."""
+    if isinstance(value, list):
+        return " ".join(str(element) for element in value) or "[]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
