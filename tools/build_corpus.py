@@ -1,10 +1,12 @@
-"""Write a text corpus that every machine already has: the running Python's own standard library (PSF licence), as jsonl.
+"""Write a text corpus that every machine already has: the running Python's own standard library (PSF licence), as
+jsonl.
 
     python tools/build_corpus.py --output corpus.jsonl [--seed 1234]
 
-Documents are the library's *.py files, without tests, idlelib and installed packages, and the topics of `pydoc_data` (the language reference in plain
-text); about 11 MB. They are written in a seeded order, so that a split by position (`--data.split 95,5,0`) is a random sample of files, and each text
-once: a file that exists twice would otherwise be trained on and held out. The same Python and seed give the same bytes.
+Documents are the library's *.py files, without tests, idlelib and installed packages, and the topics of `pydoc_data`
+(the language reference in plain text); about 11 MB. They are written in a seeded order, so that a split by position
+(`--data.split 95,5,0`) is a random sample of files, and each text once: a file that exists twice would otherwise be
+trained on and held out. The same Python and seed give the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fsdp2.errors import ConfigurationError  # noqa: E402
+from fsdp2.errors import ConfigurationError
 
 LEFT_OUT = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # The topics below are the text of this very file: as a document of its own it would leak them across the split.
@@ -56,7 +58,8 @@ def topics() -> list[tuple[str, str]]:
 
 
 def build(stdlib: Path, output: Path, seed: int, progress: bool | None = None) -> dict[str, int]:
-    """Write the corpus to `output` (through a temporary name); returns counts: documents, bytes, duplicates, empty, unreadable.
+    """Write the corpus to `output` (through a temporary name); returns counts: documents, bytes, duplicates, empty,
+    unreadable.
 
     `progress`: True shows a bar, False doesn't, None shows it on a terminal.
     """
@@ -64,9 +67,13 @@ def build(stdlib: Path, output: Path, seed: int, progress: bool | None = None) -
 
     files = library_files(stdlib)
     if not files:
-        raise ConfigurationError(f"{stdlib}: no *.py files; this Python comes without its library's sources, so give a corpus of your own")
+        raise ConfigurationError(
+            f"{stdlib}: no *.py files; this Python comes without its library's sources, so give a corpus of your own"
+        )
     counts = dict.fromkeys(("documents", "bytes", "duplicates", "empty", "unreadable"), 0)
-    sources = [(name, read_source(path)) for name, path in tqdm(files, desc="reading", unit="file", disable=_disable(progress))]
+    sources = [
+        (name, read_source(path)) for name, path in tqdm(files, desc="reading", unit="file", disable=_disable(progress))
+    ]
     texts: dict[bytes, str] = {}
     for _, text in [*sources, *topics()]:
         if text is None:
@@ -104,7 +111,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="jsonl file to write")
     parser.add_argument("--seed", type=int, default=1234, help="order of the documents (default 1234)")
     parser.add_argument(
-        "--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of sources (default: this Python's library)"
+        "--stdlib",
+        type=Path,
+        default=Path(sysconfig.get_paths()["stdlib"]),
+        help="folder of sources (default: this Python's library)",
     )
     args = parser.parse_args(argv)
     start = time.perf_counter()
@@ -115,7 +125,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(
         f"{args.output}: {counts['documents']:,} documents, {counts['bytes'] / 1e6:.2f} MB of text from {args.stdlib}"
-        f" ({counts['duplicates']} duplicates, {counts['empty']} empty and {counts['unreadable']} unreadable files left out)"
+        f" ({counts['duplicates']} duplicates, {counts['empty']} empty and {counts['unreadable']} unreadable files"
+        " left out)"
         f" in {time.perf_counter() - start:.1f} s"
     )
     return 0

@@ -3,9 +3,9 @@
     python tools/train_tokenizer.py --input corpus.jsonl --output-folder tokenizer [--vocab-size 8192] [--split 95,5,0]
 
 The settings lose nothing of the text: identity normalization, no dummy prefix, no whitespace removed, runs of spaces
-as pieces of their own (source code is full of them), and bytes for characters that are no piece. So decode(encode(text))
-is the text, and the byte lengths of its tokens add up to its utf-8 length. With --split only the training share of the
-documents is read: held-out text stays unseen by the tokenizer too.
+as pieces of their own (source code is full of them), and bytes for characters that are no piece. So
+decode(encode(text)) is the text, and the byte lengths of its tokens add up to its utf-8 length. With --split only the
+training share of the documents is read: held-out text stays unseen by the tokenizer too.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def train(texts: list[str], folder: Path, vocab_size: int, model_type: str = "bp
     except RuntimeError as error:  # how sentencepiece refuses
         size = sum(len(text.encode()) for text in texts)
         raise ConfigurationError(
-            f"--vocab-size {vocab_size}: sentencepiece cannot train it on {len(texts):,} documents ({size:,} bytes): {error}"
+            f"--vocab-size {vocab_size}: sentencepiece cannot train it on {len(texts):,} documents ({size:,} bytes):"
+            f" {error}"
         ) from None
     finally:
         partial.unlink(missing_ok=True)
@@ -95,7 +96,9 @@ def train(texts: list[str], folder: Path, vocab_size: int, model_type: str = "bp
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--input", nargs="+", required=True, help="jsonl, json, txt or parquet files, folders, patterns")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="jsonl, json, txt or parquet files, folders, patterns"
+    )
     parser.add_argument("--output-folder", type=Path, required=True, help="where tokenizer.model goes")
     parser.add_argument("--vocab-size", type=int, default=8192, help="number of pieces (default 8192)")
     parser.add_argument("--json-key", default="text", help="key of the text in json, jsonl, parquet (default text)")

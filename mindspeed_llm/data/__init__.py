@@ -1,4 +1,5 @@
-"""Text to batches: tokenizers, the Megatron `.bin/.idx` dataset, packing for pre-training, and a loader that resumes exactly.
+"""Text to batches: tokenizers, the Megatron `.bin/.idx` dataset, packing for pre-training, and a loader that resumes
+exactly.
 
 Names load on first use, so that preprocessing and its worker processes don't pay for importing torch.
 """

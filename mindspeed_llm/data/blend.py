@@ -24,7 +24,7 @@ _SMALLEST_SHARE = 1e-6
 
 
 class Recent:
-    """The values of `compute(number)` for the last `size` numbers asked for; sent to another process it starts empty."""
+    """Values of `compute(number)` for the last `size` numbers asked for; sent to another process it starts empty."""
 
     def __init__(self, compute: Callable[[int], object], size: int) -> None:
         self.compute, self.size = compute, size
@@ -60,7 +60,8 @@ class Blend:
         self.seed = seed
         self._edges = np.cumsum(self.shares)
         self._edges[-1] = 1.0
-        # Rounding moves a dataset's count by up to 2 in a block: below 2 expected samples it could be dealt less than none.
+        # Rounding moves a dataset's count by up to 2 in a block: below 2 expected samples it could be dealt less than
+        # none.
         self.block = block or max(_BLOCK, math.ceil(2 / min(self.shares)))
         self._blocks = Recent(self._deal, 4)
 

@@ -1,18 +1,22 @@
 """Raw text files to documents: jsonl, json, txt and parquet, each record with the file and line it came from.
 
-A corpus has a broken record somewhere. What matters is that the message says where it is and what was expected there, so each batch of records carries
-its place, and the parsing (done in worker processes) turns every mistake into one sentence. Empty documents are no mistake: they are counted.
+A corpus has a broken record somewhere. What matters is that the message says where it is and what was expected there,
+so each batch of records carries its place, and the parsing (done in worker processes) turns every mistake into one
+sentence. Empty documents are no mistake: they are counted.
 """
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdp2.errors import ConfigurationError, nearest
 
@@ -25,8 +29,9 @@ _BATCH_BYTES = 1 << 18  # raw bytes a worker gets at a time
 class RawBatch:
     """Some consecutive records of one file, not yet parsed.
 
-    `kind`: "jsonl" (records are lines, bytes), "text" (records are documents, bytes) or "rows" (records are dicts). `first`: number of the first record,
-    counted from 1; `unit`: what is counted. `raw_bytes`: how far reading the file went on with this batch (for the progress bar).
+    `kind`: "jsonl" (records are lines, bytes), "text" (records are documents, bytes) or "rows" (records are dicts).
+    `first`: number of the first record, counted from 1; `unit`: what is counted. `raw_bytes`: how far reading the
+    file went on with this batch (for the progress bar).
     """
 
     path: str
@@ -38,25 +43,30 @@ class RawBatch:
 
 
 def find_files(inputs: Sequence[str]) -> list[Path]:
-    """Files of `inputs` (files, folders, or patterns with * ? [), sorted within each input; raises ConfigurationError where there are none."""
+    """Files of `inputs` (files, folders, or patterns with * ? [), sorted within each input; raises ConfigurationError
+    where there are none."""
     files: list[Path] = []
     for entry in inputs:
         path = Path(entry)
         if path.is_dir():
             found = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in SUFFIXES)
             if not found:
-                raise ConfigurationError(f"--input {entry}: the folder holds no file that ends in {', '.join(SUFFIXES)}")
+                raise ConfigurationError(
+                    f"--input {entry}: the folder holds no file that ends in {', '.join(SUFFIXES)}"
+                )
         elif path.is_file():
             found = [path]
         else:
-            found = sorted(p for p in Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))) if p.is_file()) if _is_pattern(entry) else []
+            found = sorted(Path(name) for name in glob.glob(entry, recursive=True) if os.path.isfile(name))
             if not found:
                 siblings = os.listdir(path.parent) if path.parent.is_dir() else []
                 raise ConfigurationError(f"--input {entry}: no such file or folder{nearest(path.name, siblings)}")
         files.extend(found)
     for file in files:
         if _suffix(file) not in SUFFIXES:
-            raise ConfigurationError(f"--input {file}: unknown kind of file; allowed: {', '.join(SUFFIXES)} (the first three also with .gz)")
+            raise ConfigurationError(
+                f"--input {file}: unknown kind of file; allowed: {', '.join(SUFFIXES)} (the first three also with .gz)"
+            )
     return files
 
 
@@ -86,7 +96,9 @@ def parse(batch: RawBatch, keys: Sequence[str]) -> list[tuple[str, ...]]:
                 continue
             record = _json_object(line, batch, i)
         if not isinstance(record, dict):
-            raise ConfigurationError(f'{_place(batch, i)}: {_kind(record)}, but every record must be an object like {{"{keys[0]}": "..."}}')
+            raise ConfigurationError(
+                f'{_place(batch, i)}: {_kind(record)}, but every record must be an object like {{"{keys[0]}": "..."}}'
+            )
         texts.append(tuple(_value(record, key, batch, i) for key in keys))
     return texts
 
@@ -94,18 +106,22 @@ def parse(batch: RawBatch, keys: Sequence[str]) -> list[tuple[str, ...]]:
 def _value(record: dict, key: str, batch: RawBatch, i: int) -> str:
     if key not in record:
         names = ", ".join(map(str, record)) or "nothing"
-        raise ConfigurationError(f"{_place(batch, i)}: no key '{key}' (it has: {names}); name the right one with --json-keys{nearest(key, record)}")
+        raise ConfigurationError(
+            f"{_place(batch, i)}: no key '{key}' (it has: {names}); name the right one with"
+            f" --json-keys{nearest(key, record)}"
+        )
     value = record[key]
     if value is None:
         return ""
     if not isinstance(value, str):
         raise ConfigurationError(f"{_place(batch, i)}: '{key}' holds {_kind(value)}; it must be a text")
-    # A lone surrogate ("\\ud800" in JSON) is no character and can't be written as utf-8.
-    return value if value.isprintable() else value.encode("utf-8", "replace" if _has_surrogate(value) else "strict").decode()
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= c <= "\udfff" for c in text)
+    if not value.strip():
+        return ""
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # a lone surrogate, "\\ud800" in JSON, is half a character: it can't be written as utf-8
+        return value.encode("utf-8", "replace").decode()
+    return value
 
 
 def _json_object(line: str, batch: RawBatch, i: int) -> object:
@@ -113,14 +129,18 @@ def _json_object(line: str, batch: RawBatch, i: int) -> object:
         return json.loads(line)
     except ValueError as error:
         detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ConfigurationError(f'{_place(batch, i)}: not valid JSON ({detail}); every line must be one object like {{"text": "..."}}') from None
+        raise ConfigurationError(
+            f'{_place(batch, i)}: not valid JSON ({detail}); every line must be one object like {{"text": "..."}}'
+        ) from None
 
 
 def _decode(record: bytes, batch: RawBatch, i: int) -> str:
     try:
         text = record.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{_place(batch, i)}: byte {error.start} ({record[error.start] :#04x}) is not utf-8; convert the file first") from None
+        raise ConfigurationError(
+            f"{_place(batch, i)}: byte {error.start} ({record[error.start]:#04x}) is not utf-8; convert the file first"
+        ) from None
     if batch.kind == "text" and not text.strip():
         return ""
     return text.removeprefix("\ufeff") if i == 0 and batch.first == 1 else text
@@ -131,16 +151,19 @@ def _place(batch: RawBatch, i: int) -> str:
 
 
 def _kind(value: object) -> str:
-    return {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a number", float: "a number"}.get(type(value), "null")
+    return {
+        list: "a list",
+        dict: "an object",
+        str: "a text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }.get(type(value), "null")
 
 
 def _suffix(path: Path) -> str:
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix == ".gz" else suffix
-
-
-def _is_pattern(entry: str) -> bool:
-    return any(c in entry for c in "*?[")
 
 
 def _open(path: Path) -> tuple[io.BufferedIOBase, io.BufferedIOBase]:
@@ -153,35 +176,41 @@ def _open(path: Path) -> tuple[io.BufferedIOBase, io.BufferedIOBase]:
 
 
 def _first_byte(path: Path) -> bytes:
+    """First byte that isn't space, looking no further than a few kilobytes."""
     stream, raw = _open(path)
     with raw, stream:
-        return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        return _reading(path, lambda: stream.read(4096)).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+
+
+def _whole(path: Path) -> bytes:
+    stream, raw = _open(path)
+    with raw, stream:
+        return _reading(path, stream.read)
+
+
+def _reading(path: Path, read: Callable, done: str = "") -> Any:
+    """Result of `read()`; a damaged file is the user's to replace, so it's no traceback."""
+    try:
+        return read()
+    except (EOFError, OSError, zlib.error) as error:
+        raise ConfigurationError(f"{path}{done}: cannot be read on ({error}); the file is damaged or truncated") from None
 
 
 def _lines(path: Path, kind: str) -> Iterator[RawBatch]:
     stream, raw = _open(path)
     with raw, stream:
         first, position = 1, 0
-        while lines := _readlines(stream, path, first):
+        while lines := _reading(path, lambda: stream.readlines(_BATCH_BYTES), f", after line {first - 1}"):
             lines = [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines]
             yield RawBatch(str(path), kind, "line", first, lines, raw.tell() - position)
             first, position = first + len(lines), raw.tell()
-
-
-def _readlines(stream: io.BufferedIOBase, path: Path, line: int) -> list[bytes]:
-    try:
-        return stream.readlines(_BATCH_BYTES)
-    except (EOFError, OSError) as error:
-        raise ConfigurationError(f"{path}, after line {line - 1}: cannot be read on ({error})") from None
 
 
 def _text(path: Path, txt_document: str) -> Iterator[RawBatch]:
     if txt_document == "line":
         yield from _lines(path, "text")
         return
-    stream, raw = _open(path)
-    with raw, stream:
-        text = stream.read()
+    text = _whole(path)
     if txt_document == "file":
         yield RawBatch(str(path), "text", "document", 1, [text], path.stat().st_size)
         return
@@ -192,17 +221,18 @@ def _text(path: Path, txt_document: str) -> Iterator[RawBatch]:
 
 
 def _json_array(path: Path) -> Iterator[RawBatch]:
-    stream, raw = _open(path)
-    with raw, stream:
-        text = stream.read()
+    text = _whole(path)
     try:
         records = json.loads(text.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise ConfigurationError(
-            f'{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno}); want a list of objects like [{{"text": "..."}}]'
+            f'{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno}); want a list of objects'
+            f' like [{{"text": "..."}}]'
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path}: byte {error.start} ({text[error.start] :#04x}) is not utf-8; convert the file first") from None
+        raise ConfigurationError(
+            f"{path}: byte {error.start} ({text[error.start]:#04x}) is not utf-8; convert the file first"
+        ) from None
     share = path.stat().st_size // max(1, (len(records) + 255) // 256)
     for start in range(0, len(records), 256):
         yield RawBatch(str(path), "rows", "record", start + 1, records[start : start + 256], share)
@@ -220,7 +250,10 @@ def _parquet(path: Path, keys: Sequence[str]) -> Iterator[RawBatch]:
         names = file.schema_arrow.names
         for key in keys:
             if key not in names:
-                raise ConfigurationError(f"{path}: no column '{key}' (it has: {', '.join(names)}); name the right one with --json-keys{nearest(key, names)}")
+                raise ConfigurationError(
+                    f"{path}: no column '{key}' (it has: {', '.join(names)}); name the right one with"
+                    f" --json-keys{nearest(key, names)}"
+                )
         bytes_a_row = path.stat().st_size / max(1, file.metadata.num_rows)
         first = 1
         try:

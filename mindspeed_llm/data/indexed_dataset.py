@@ -1,4 +1,5 @@
-"""Megatron's tokenized corpus on disk: `PREFIX.bin` holds every token one after another, `PREFIX.idx` says where each sequence and document lies.
+"""Megatron's tokenized corpus on disk: `PREFIX.bin` holds every token one after another, `PREFIX.idx` says where each
+sequence and document lies.
 
 The format is the currency between preprocessing tools, so it is kept byte for byte (little endian):
 
@@ -8,8 +9,9 @@ The format is the currency between preprocessing tools, so it is kept byte for b
           int64 [d] first sequence of each document, and n at the end (so there are d - 1 documents)
           int8 [n] modes of a multimodal dataset, optional
 
-Both files are memory-mapped for reading: a corpus far larger than memory opens in no time. What the index claims is checked against the sizes of the
-files, so that a copy that broke off is found at the start and not in the middle of a training run.
+Both files are memory-mapped for reading: a corpus far larger than memory opens in no time. What the index claims is
+checked against the sizes of the files, so that a copy that broke off is found at the start and not in the middle of a
+training run.
 """
 
 from __future__ import annotations
@@ -55,15 +57,19 @@ def strip_suffix(prefix: str | Path) -> str:
 class IndexedDatasetWriter:
     """Writes documents one by one; the files appear under their names only when all is well.
 
-    A context manager: leaving it normally publishes `PREFIX.bin`, then `PREFIX.idx` (a reader that sees an index finds its tokens); leaving it through
-    an exception removes what was written, and an older pair of files stays as it was.
+    A context manager: leaving it normally publishes `PREFIX.bin`, then `PREFIX.idx` (a reader that sees an index
+    finds its tokens); leaving it through an exception removes what was written, and an older pair of files stays as
+    it was.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
         self.prefix = strip_suffix(prefix)
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES:
-            raise ConfigurationError(f"{self.prefix}.idx: dtype {self.dtype} has no code in this format; allowed: {', '.join(map(str, _CODES))}")
+            raise ConfigurationError(
+                f"{self.prefix}.idx: dtype {self.dtype} has no code in this format; allowed:"
+                f" {', '.join(map(str, _CODES))}"
+            )
         self._lengths = array("q")  # 8 bytes a document, where a list would take 36
         self._document_indices = array("q", [0])
         self._partial = [f"{self.prefix}{suffix}.partial.{os.getpid()}" for suffix in (".bin", ".idx")]
@@ -128,11 +134,12 @@ class IndexedDatasetWriter:
 class IndexedDataset:
     """Memory-mapped reader of `PREFIX.bin` and `PREFIX.idx`.
 
-    `sequence_lengths` int32 [n], `sequence_pointers` int64 [n] (bytes), `document_indices` int64 [documents + 1], `tokens` [all tokens] in `dtype`.
-    A dataset can be sent to another process: it opens its files again there.
+    `sequence_lengths` int32 [n], `sequence_pointers` int64 [n] (bytes), `document_indices` int64 [documents + 1],
+    `tokens` [all tokens] in `dtype`. A dataset can be sent to another process: it opens its files again there.
 
     Raises:
-        ConfigurationError: a file is missing, of another kind, cut short or longer than the index says; with the numbers.
+        ConfigurationError: a file is missing, of another kind, cut short or longer than the index says; with the
+        numbers.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -150,20 +157,29 @@ class IndexedDataset:
         index_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
         index_bytes, bin_bytes = self._size(index_path), self._size(bin_path)
         if index_bytes < HEADER.size:
-            raise ConfigurationError(f"{index_path}: {index_bytes} bytes, but the header alone has {HEADER.size}; the file is truncated")
+            raise ConfigurationError(
+                f"{index_path}: {index_bytes} bytes, but the header alone has {HEADER.size}; the file is truncated"
+            )
         with open(index_path, "rb") as index:
             magic, version, code, sequences, documents = HEADER.unpack(index.read(HEADER.size))
         if magic != MAGIC:
-            raise ConfigurationError(f"{index_path}: starts with {magic!r}, not {MAGIC!r}; not an index written by tools/preprocess_data.py or Megatron")
+            raise ConfigurationError(
+                f"{index_path}: starts with {magic!r}, not {MAGIC!r}; not an index written by"
+                " tools/preprocess_data.py or Megatron"
+            )
         if version != VERSION:
             raise ConfigurationError(f"{index_path}: version {version}; only version {VERSION} is known")
         if code not in DTYPES:
-            raise ConfigurationError(f"{index_path}: dtype code {code}; allowed: {', '.join(f'{c} ({d})' for c, d in DTYPES.items())}")
+            raise ConfigurationError(
+                f"{index_path}: dtype code {code}; allowed: {', '.join(f'{c} ({d})' for c, d in DTYPES.items())}"
+            )
         wanted = HEADER.size + 12 * sequences + 8 * documents
         if index_bytes not in (wanted, wanted + sequences):  # the optional modes of a multimodal dataset
             raise ConfigurationError(
-                f"{index_path}: {index_bytes:,} bytes, but {sequences:,} sequences and {documents:,} document indices take {wanted:,};"
-                f" the file is {'truncated' if index_bytes < wanted else 'damaged'}: copy it again or run tools/preprocess_data.py again"
+                f"{index_path}: {index_bytes:,} bytes, but {sequences:,} sequences and {documents:,} document indices"
+                f" take {wanted:,};"
+                f" the file is {'truncated' if index_bytes < wanted else 'damaged'}: copy it again or run"
+                " tools/preprocess_data.py again"
             )
         self.dtype = DTYPES[code].newbyteorder("<")
         index = np.memmap(index_path, dtype=np.uint8, mode="r")
@@ -181,10 +197,13 @@ class IndexedDataset:
         folder, name = os.path.split(self.prefix)
         near = []
         if os.path.isdir(folder or "."):
-            near = sorted(entry[:-4] for entry in os.listdir(folder or ".") if entry.endswith(".idx") and entry.startswith(name))
+            near = sorted(
+                entry[:-4] for entry in os.listdir(folder or ".") if entry.endswith(".idx") and entry.startswith(name)
+            )
         hint = f"; did you mean {os.path.join(folder, near[0])}?" if near and near[0] != name else ""
         raise ConfigurationError(
-            f"--data.dataset {self.prefix}: {path} does not exist{hint}; a dataset is the two files PREFIX.bin and PREFIX.idx of tools/preprocess_data.py"
+            f"--data.dataset {self.prefix}: {path} does not exist{hint}; a dataset is the two files PREFIX.bin and"
+            " PREFIX.idx of tools/preprocess_data.py"
         )
 
     def _check(self, index_path: str, bin_path: str, bin_bytes: int) -> None:
@@ -197,18 +216,22 @@ class IndexedDataset:
             if wrong.any():
                 first = int(wrong.argmax())
                 raise ConfigurationError(
-                    f"{index_path}: sequence {start + first} has {block[first]} tokens at byte {pointers[start + first]}, but the one before ends at"
+                    f"{index_path}: sequence {start + first} has {block[first]} tokens at byte"
+                    f" {pointers[start + first]}, but the one before ends at"
                     f" byte {ends[first] - block[first] * self.dtype.itemsize}; the index is damaged"
                 )
             end = int(ends[-1])
         if end != bin_bytes:
             raise ConfigurationError(
-                f"{bin_path}: {bin_bytes:,} bytes, but {index_path} describes {end:,} ({end // self.dtype.itemsize:,} tokens of {self.dtype});"
+                f"{bin_path}: {bin_bytes:,} bytes, but {index_path} describes {end:,} ({end // self.dtype.itemsize:,}"
+                f" tokens of {self.dtype});"
                 f" the file is {'truncated' if bin_bytes < end else 'of another dataset'}"
             )
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
             shown = f"run from {documents[0]} to {documents[-1]}" if len(documents) else "are missing"
-            raise ConfigurationError(f"{index_path}: document indices {shown}; they must grow from 0 to the {len(lengths):,} sequences")
+            raise ConfigurationError(
+                f"{index_path}: document indices {shown}; they must grow from 0 to the {len(lengths):,} sequences"
+            )
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -228,8 +251,10 @@ class IndexedDataset:
     def document_offsets(self, first: int = 0, end: int | None = None) -> np.ndarray:
         """int64 [end - first + 1]: where the documents [first, end) begin in `tokens`, and where the last one ends."""
         sequences = self.document_indices[first : self.document_count + 1 if end is None else end + 1]
+        if len(self) == 0:
+            return np.zeros(len(sequences), dtype=np.int64)
         # The sequence after the last one begins where the tokens end.
-        starts = self.sequence_pointers[np.minimum(sequences, max(len(self) - 1, 0))] // self.dtype.itemsize
+        starts = self.sequence_pointers[np.minimum(sequences, len(self) - 1)] // self.dtype.itemsize
         return np.where(sequences == len(self), len(self.tokens), starts)
 
 

@@ -52,7 +52,8 @@ class PretrainingLoader:
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size
         if len(dataset) < self.global_batch_size:
             raise ConfigurationError(
-                f"--training.per_device_train_batch_size {micro_batch_size}: a step takes {self.global_batch_size} sequences"
+                f"--training.per_device_train_batch_size {micro_batch_size}: a step takes {self.global_batch_size}"
+                " sequences"
                 f" ({micro_batch_size} x {gradient_accumulation_steps} accumulation steps x {dp_size} ranks),"
                 f" the dataset has {len(dataset)}"
             )
@@ -87,7 +88,8 @@ class PretrainingLoader:
         consumed = int(state["consumed_samples"])
         if not 0 <= consumed <= len(self.dataset):
             raise ConfigurationError(
-                f"--training.resume_from_checkpoint: the checkpoint has consumed {consumed:,} samples, but this run's dataset has"
+                f"--training.resume_from_checkpoint: the checkpoint has consumed {consumed:,} samples, but this run's"
+                " dataset has"
                 f" {len(self.dataset):,}; resume with the same data and at least as many steps"
             )
         self.consumed_samples = consumed

@@ -110,7 +110,13 @@ def preprocess(
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(
-            tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None if progress is None else not progress)
+            tqdm(
+                total=total,
+                unit="B",
+                unit_scale=True,
+                desc="tokenizing",
+                disable=None if progress is None else not progress,
+            )
         )
         dtype = token_dtype(tokenizer.vocab_size)
         writers = [stack.enter_context(IndexedDatasetWriter(entry.prefix, dtype)) for entry in written]

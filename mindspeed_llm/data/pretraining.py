@@ -12,6 +12,7 @@ the samples of a shorter one. All offsets are int64 or Python integers.
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ class PackedDataset(SampleDataset):
         return self.length
 
     def sample(self, index: int) -> np.ndarray:
+        index = operator.index(index)  # a numpy int32 would overflow below
         if index < 0:
             raise IndexError(f"sample {index}")
         number = index * self.sequence_length // self.tokens_per_epoch
@@ -170,7 +172,7 @@ class BlendedDataset(SampleDataset):
         return self.length
 
     def sample(self, index: int) -> np.ndarray:
-        which, inner = self.blend[index]
+        which, inner = self.blend[operator.index(index)]
         return self.datasets[which].sample(inner)
 
 

@@ -1,9 +1,9 @@
 """One interface over the two tokenizer files people have: a sentencepiece `.model` and a Hugging Face `tokenizer.json`.
 
-Training needs four things of a tokenizer: ids for text, text for ids, the id that ends a document, and how many bytes of text a token stands for.
-The last one turns a loss into bits per byte, which compares models whose vocabularies differ:
-bits_per_byte = (sum of token losses in nats) / ln 2 / (sum of the tokens' byte lengths).
-The files are read with their own libraries (`sentencepiece`, `tokenizers`); transformers is not needed.
+Training needs four things of a tokenizer: ids for text, text for ids, the id that ends a document, and how many bytes
+of text a token stands for. The last one turns a loss into bits per byte, which compares models whose vocabularies
+differ: bits_per_byte = (sum of token losses in nats) / ln 2 / (sum of the tokens' byte lengths). The files are read
+with their own libraries (`sentencepiece`, `tokenizers`); transformers is not needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _USUAL_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
 
 
 class Tokenizer(ABC):
-    """`vocab_size`: largest id + 1. `bos_id`, `eos_id`: None when the tokenizer has none. `path`: the file it was read from."""
+    """`vocab_size`: largest id + 1. `bos_id`, `eos_id`: None when the tokenizer has none. `path`: the file it was
+    read from."""
 
     path: Path
     vocab_size: int
@@ -47,9 +48,10 @@ class Tokenizer(ABC):
     def token_byte_lengths(self) -> np.ndarray:
         """int32 [vocab_size]: utf-8 bytes a token stands for, 0 for special tokens.
 
-        Summed over a text's tokens this is exactly the text's utf-8 length for byte-level BPE and for sentencepiece BPE with byte fallback, as long
-        as the tokenizer doesn't rewrite the text first: a normalizer (Qwen's NFC), a dummy prefix (Llama 2: one space more) and a literal U+2581
-        (which sentencepiece takes for a space) each change the text, and what is counted then is the text after the change.
+        Summed over a text's tokens this is exactly the text's utf-8 length for byte-level BPE and for sentencepiece
+        BPE with byte fallback, as long as the tokenizer doesn't rewrite the text first: a normalizer (Qwen's NFC), a
+        dummy prefix (Llama 2: one space more) and a literal U+2581 (which sentencepiece takes for a space) each
+        change the text, and what is counted then is the text after the change.
         """
 
     @abstractmethod
@@ -96,7 +98,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`; bos and eos come from the `tokenizer_config.json` beside it, else from the usual special tokens' names."""
+    """A `tokenizer.json`; bos and eos come from the `tokenizer_config.json` beside it, else from the usual special
+    tokens' names."""
 
     def __init__(self, path: str | Path) -> None:
         import tokenizers
@@ -126,7 +129,9 @@ class HuggingFaceTokenizer(Tokenizer):
                     token = settings[role]
                     token = token.get("content") if isinstance(token, dict) else token
                     if token is not None and token not in self.vocabulary:
-                        raise ConfigurationError(f"tokenizer {file}: {role} {token!r} is not in the vocabulary of {self.path.name}")
+                        raise ConfigurationError(
+                            f"tokenizer {file}: {role} {token!r} is not in the vocabulary of {self.path.name}"
+                        )
                     return None if token is None else self.vocabulary[token]
         specials = {token["content"] for token in self.definition.get("added_tokens", []) if token["special"]}
         return next((self.vocabulary[token] for token in usual if token in specials), None)
@@ -165,20 +170,24 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a sentencepiece `.model`, a `tokenizer.json`, or a folder that holds either (`tokenizer.json` wins, as in transformers)."""
+    """Read a sentencepiece `.model`, a `tokenizer.json`, or a folder that holds either (`tokenizer.json` wins, as in
+    transformers)."""
     path = Path(path)
     if path.is_dir():
         return load_tokenizer(_file_in(path))
     if not path.is_file():
         raise ConfigurationError(
-            f"--model.tokenizer_name_or_path {path}: no such file or folder; give a sentencepiece .model, a tokenizer.json, or a folder with either"
+            f"--model.tokenizer_name_or_path {path}: no such file or folder; give a sentencepiece .model, a"
+            " tokenizer.json, or a folder with either"
             " (names of a model hub are not downloaded)"
         )
     if path.suffix == ".json":
         return HuggingFaceTokenizer(path)
     if path.suffix == ".model":
         return SentencePieceTokenizer(path)
-    raise ConfigurationError(f"--model.tokenizer_name_or_path {path}: want a sentencepiece .model or a Hugging Face tokenizer.json")
+    raise ConfigurationError(
+        f"--model.tokenizer_name_or_path {path}: want a sentencepiece .model or a Hugging Face tokenizer.json"
+    )
 
 
 def _file_in(folder: Path) -> Path:
@@ -189,7 +198,10 @@ def _file_in(folder: Path) -> Path:
     if len(models) == 1:
         return models[0]
     found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-    raise ConfigurationError(f"--model.tokenizer_name_or_path {folder}: the folder holds no tokenizer.json and no tokenizer.model (it holds: {found})")
+    raise ConfigurationError(
+        f"--model.tokenizer_name_or_path {folder}: the folder holds no tokenizer.json and no tokenizer.model (it"
+        f" holds: {found})"
+    )
 
 
 def _step_types(step: dict | None) -> set[str]:
