@@ -1,8 +1,8 @@
 """Next-token cross entropy: 16-bit logits, fp32 arithmetic, memory that does not grow with the batch.
 
 The usual `cross_entropy(logits.float(), labels)` keeps two more fp32 copies of [tokens, vocabulary] alive. Here the
-rows are taken a chunk at a time: each chunk is raised to fp32, gives its loss and at once its gradient (softmax minus
-one-hot), and only that gradient is kept, in the logits' own dtype. The idea is Liger's fused cross entropy (arXiv 2410.10989).
+rows are taken a chunk at a time: each is raised to fp32, gives its loss and at once its gradient (softmax minus
+one-hot), and only that gradient is kept, in the logits' own dtype, as in Liger's fused loss (arXiv 2410.10989).
 
 The result is a SUM over tokens times `scale`. A step's scale is one over the label tokens of its whole global batch, so
 a run with gradient accumulation, with padding, or on more processes weighs every token alike.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-IGNORE_INDEX = -100
+from mindspeed_llm.data.loader import IGNORED_LABEL
+
 CHUNK_TOKENS = 1024
 
 
@@ -25,7 +26,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, logits_TV.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             labels_C1 = labels_T[rows].unsqueeze(1)
-            ignored_C1 = labels_C1 == IGNORE_INDEX
+            ignored_C1 = labels_C1 == IGNORED_LABEL
             index_C1 = labels_C1.masked_fill(ignored_C1, 0)
             log_probs_CV = torch.log_softmax(logits_TV[rows].float(), dim=1)
             total -= log_probs_CV.gather(1, index_C1).masked_fill(ignored_C1, 0.0).sum()
@@ -51,7 +52,7 @@ def cross_entropy(
 
     Args:
         logits: [..., vocabulary], any float dtype.
-        labels: [...] int64; already shifted: `labels[i]` is what `logits[i]` predicts. `IGNORE_INDEX` does not count.
+        labels: [...] int64; already shifted: `labels[i]` is what `logits[i]` predicts. `IGNORED_LABEL` does not count.
         scale: fp32 scalar on the logits' device, or a float; no gradient flows to it.
         chunk_tokens: rows raised to fp32 at a time.
     """
@@ -61,4 +62,4 @@ def cross_entropy(
 
 def count_label_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Return how many labels count, an int64 scalar on the labels' device."""
-    return (labels != IGNORE_INDEX).sum()
+    return (labels != IGNORED_LABEL).sum()

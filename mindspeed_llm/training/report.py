@@ -37,6 +37,8 @@ class RunReport:
         seconds = sum(row["step_time_s"] for row in rows)
         tokens_per_step = rows[0]["tokens"] / rows[0]["step"]
         tail = rows[-TAIL_STEPS:]
+        sent, quantized = _gathered(rows), _gathered(rows, "_quantized")
+        as_bf16 = sum(row.get("all_gather_bytes_if_bf16", 0) for row in rows)
         return cls(
             steps=rows[-1]["step"],
             loss_first=rows[0]["loss"],
@@ -46,15 +48,18 @@ class RunReport:
             eval_bits_per_byte=evaluation.get("bits_per_byte"),
             tokens=rows[-1]["tokens"],
             tokens_per_second=tokens_per_step * len(rows) / seconds if seconds else 0.0,
-            gather_bytes_vs_bf16=_ratio(rows, "", "all_gather_bytes_if_bf16"),
-            gather_bytes_vs_bf16_quantized=_ratio(rows, "_quantized", "all_gather_bytes_if_bf16_quantized"),
+            gather_bytes_vs_bf16=_ratio(sent, as_bf16),
+            # Unquantized weights count alike in both totals, so taking them out of both leaves the quantized ones.
+            gather_bytes_vs_bf16_quantized=_ratio(quantized, as_bf16 - (sent - quantized)),
             wall_s=wall_s,
         )
 
 
-def _ratio(rows: list[dict], suffix: str, bf16_key: str) -> float | None:
-    sent = sum(row.get(f"all_gather_bytes_{phase}{suffix}", 0) for row in rows for phase in ("forward", "backward"))
-    as_bf16 = sum(row.get(bf16_key, 0) for row in rows)
+def _gathered(rows: list[dict], suffix: str = "") -> int:
+    return sum(row.get(f"all_gather_bytes_{phase}{suffix}", 0) for row in rows for phase in ("forward", "backward"))
+
+
+def _ratio(sent: int, as_bf16: int) -> float | None:
     return sent / as_bf16 if as_bf16 else None
 
 
@@ -90,3 +95,12 @@ def write(output_dir: Path, report: RunReport, text: str) -> None:
     """Write `report.json` and `report.md` into `output_dir`."""
     (Path(output_dir) / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     (Path(output_dir) / "report.md").write_text(text, encoding="utf-8")
+
+
+def next_command(hf_folder: Path | None, tensorboard_dir: Path) -> str:
+    """Return the command a reader would try next: talk to the model, or look at the curves where no weights were
+    saved.
+    """
+    if hf_folder is None:
+        return f"tensorboard --logdir {tensorboard_dir}"
+    return f"python inference_fsdp2.py generate --model.model_name_or_path {hf_folder}"

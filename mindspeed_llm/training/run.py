@@ -1,0 +1,61 @@
+"""One training run from resolved arguments to an exit status: prepare, announce, start torch.distributed, train."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from fsdp2.errors import ConfigurationError
+
+from .distributed import Launch, device_type, make_deterministic, start, stop
+from .job import Job, prepare
+from .nonfinite import NonFiniteError
+from .trainer import Trainer
+
+if TYPE_CHECKING:
+    from mindspeed_llm.arguments import Arguments
+
+
+def run(arguments: Arguments, launch: Launch) -> int:
+    """Train and return the exit status (see train_fsdp2.py).
+
+    Raises:
+        ConfigurationError: something that every rank finds wrong before training.
+    """
+    make_deterministic(arguments.training.seed, bool(arguments.training.deterministic))
+    device = device_type()
+    job = prepare(arguments, launch, device)
+    if launch.rank == 0:
+        _announce(job)
+    if arguments.training.dry_run:
+        return 0
+    this_device = start(launch, device)
+    trainer = Trainer(job, this_device)
+    try:
+        status = trainer.train()
+    except NonFiniteError as error:
+        if launch.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        status = 1
+    except ConfigurationError as error:  # in the data that this rank read: others may not know of it
+        print(f"error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+        return 2
+    stop()
+    return status
+
+
+def _announce(job: Job) -> None:
+    """Print warnings and the plan; write `config.yaml` and `quantization_plan.json` into the output folder."""
+    for warning in job.arguments.warnings:
+        print(f"warning: {warning}")
+    print(job.plan_text, flush=True)
+    try:
+        job.output_dir.mkdir(parents=True, exist_ok=True)
+        (job.output_dir / "config.yaml").write_text(job.arguments.to_yaml(), encoding="utf-8")
+        rows = json.dumps(job.quantization_rows, indent=1) + "\n"
+        (job.output_dir / "quantization_plan.json").write_text(rows, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--training.output_dir {job.output_dir}: cannot be written ({error.strerror})"
+        ) from error

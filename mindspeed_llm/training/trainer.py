@@ -1,0 +1,269 @@
+"""The training loop: shard the model, then step after step until the end, a signal, or a number that is not finite.
+
+One optimizer step = `gradient_accumulation_steps` micro-batches, gradients reduced once, the global norm clipped,
+AdamW. The loss is the mean over the label tokens of the whole global batch. Losses, norms and signals are agreed on by
+all ranks, so every rank leaves the loop at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import parallelize
+from fsdp2.communication import counters
+from fsdp2.engine import set_gradient_sync
+from fsdp2.gradients import clip_grad_norm_
+from mindspeed_llm.data import EvaluationLoader, PretrainingLoader
+from mindspeed_llm.models import initialize_weights, load_hf_weights, model_flops_per_token, save_hf_weights
+
+from . import checkpoint, report
+from .evaluation import evaluate
+from .job import Job
+from .loss import count_label_tokens, cross_entropy
+from .metrics import METRICS_FILE, MetricsWriter, StepMetrics, memory_bytes, read_metrics
+from .nonfinite import NonFiniteError, diagnose
+from .optimizer import build_optimizer, set_learning_rate
+from .signals import StopRequest
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks agree on after a step's forward and backward."""
+
+    loss: float  # nats per label token, over the global batch
+    router_aux_loss: float | None
+    signum: int  # of the signal that a rank received, 0 for none
+
+
+class Trainer:
+    """Trains `job` on `device`. torch.distributed must run; construction and `train` are collective."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.job, self.device = job, device
+        self.started = time.perf_counter()
+        training = job.arguments.training
+        self.model = parallelize(job.model, job.plan)
+        if job.arguments.model.train_from_scratch:
+            initialize_weights(self.model, training.seed)
+        elif job.resume_from is None:
+            load_hf_weights(self.model, job.arguments.model.model_name_or_path)
+        else:
+            initialize_weights(self.model, training.seed)  # buffers that no checkpoint holds
+        self.optimizer = build_optimizer(
+            self.model,
+            kind=training.optimizer,
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            betas=(training.adam_beta1, training.adam_beta2),
+            epsilon=training.adam_epsilon,
+        )
+        self.loader = PretrainingLoader(
+            job.train_data,
+            micro_batch_size=training.per_device_train_batch_size,
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            dp_rank=job.launch.rank,
+            dp_size=job.launch.world_size,
+            num_workers=training.dataloader_num_workers,
+        )
+        self.state = checkpoint.TrainerState()
+        self.notes: list[str] = []  # lines for the console, before the first step
+        if job.resume_from is not None:
+            self._resume()
+        self.counters = counters(self.model)
+        self.flops_per_token = model_flops_per_token(job.model.config, job.arguments.data.cutoff_len)
+        self.evaluation: dict[str, float] = {}
+
+    def _resume(self) -> None:
+        folder = self.job.resume_from
+        self.state = checkpoint.load(folder, self.model, self.optimizer, self.device)
+        self.loader.load_state_dict(self.state.loader)
+        self.notes.append(f"resumed from {folder}: step {self.state.step}, {self.state.tokens:,} tokens")
+        if self.state.world_size != self.job.launch.world_size:
+            self.notes.append(
+                f"resharded from {self.state.world_size} to {self.job.launch.world_size} processes; "
+                "random generators start anew"
+            )
+        changed = checkpoint.changed_settings(folder, self.job.arguments.to_yaml())
+        self.notes += [f"changed since that checkpoint: {line}" for line in changed]
+
+    def train(self) -> int:
+        """Run to the end and return the process's exit status: 0 when finished, 128 + signal when stopped by one.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is NaN or infinite; weights are those before the step.
+        """
+        job, training = self.job, self.job.arguments.training
+        writer = MetricsWriter(
+            job.output_dir,
+            job.tensorboard_dir,
+            rank=job.launch.rank,
+            first_step=self.state.step + 1,
+            total_steps=job.total_steps,
+            global_batch_size=job.global_batch_size,
+        )
+        for note in self.notes:
+            writer.print(note)
+        self.model.train()
+        with StopRequest() as stop:
+            try:
+                while self.state.step < job.total_steps:
+                    metrics, signum = self._step(stop)
+                    step = self.state.step
+                    last = step == job.total_steps
+                    if job.valid_data is not None and (last or _is_due(step, training.eval_steps)):
+                        self.evaluation = metrics.evaluation = self._evaluate()
+                    if last or metrics.evaluation or _is_due(step, training.logging_steps):
+                        writer.log(metrics)
+                    writer.advance()
+                    if last or signum or _is_due(step, training.save_steps):
+                        folder = self._save()
+                    if signum and not last:
+                        name = signal.Signals(signum).name
+                        writer.print(
+                            f"{name}: stopped after step {step}, saved {folder}; go on with "
+                            "--training.resume_from_checkpoint latest"
+                        )
+                        return 128 + signum
+            finally:
+                writer.close()
+        self._finish()
+        return 0
+
+    def _step(self, stop: StopRequest) -> tuple[StepMetrics, int]:
+        """One optimizer step; returns its metrics and the signal, if any, that a rank received meanwhile."""
+        job, training, state = self.job, self.job.arguments.training, self.state
+        begin = time.perf_counter()
+        micro_batches = next(self.loader)
+        result = self._forward_backward(micro_batches, stop)
+        grad_norm = clip_grad_norm_(self.model, training.max_grad_norm) if math.isfinite(result.loss) else math.nan
+        if not math.isfinite(grad_norm):
+            self._stop_nonfinite(micro_batches, result, grad_norm)
+        lr = job.schedule.at(state.step + 1)
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        tokens = job.global_batch_size * job.arguments.data.cutoff_len
+        state.step += 1
+        state.tokens += tokens
+        state.samples += job.global_batch_size
+        state.loader = self.loader.state_dict()
+        elapsed = time.perf_counter() - begin
+        allocated, reserved = memory_bytes(self.device)
+        per_device = tokens / elapsed / job.launch.world_size
+        metrics = StepMetrics(
+            step=state.step,
+            loss=result.loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=state.tokens,
+            samples=state.samples,
+            tokens_per_second=tokens / elapsed,
+            step_time_s=elapsed,
+            router_aux_loss=result.router_aux_loss,
+            memory_peak_bytes=allocated,
+            memory_reserved_bytes=reserved,
+            communication=self.counters.take(),
+            model_tflops=per_device * self.flops_per_token / 1e12 if training.log_throughput else None,
+        )
+        return metrics, result.signum
+
+    def _forward_backward(self, micro_batches: list[dict], stop: StopRequest | None) -> StepResult:
+        """Accumulate the gradients of one step; they are reduced with the last micro-batch."""
+        batches = [(batch["input_ids"].to(self.device), batch["labels"].to(self.device)) for batch in micro_batches]
+        label_tokens = sum(count_label_tokens(labels) for _, labels in batches)
+        dist.all_reduce(label_tokens)
+        # FSDP averages gradients over ranks: times the number of ranks makes that a sum over the global batch's tokens.
+        scale = self.job.launch.world_size / label_tokens.clamp(min=1).float()
+        aux_weight = self.job.arguments.training.router_aux_loss_coef / len(batches)
+        losses = torch.zeros(2, device=self.device)  # cross entropy, router auxiliary loss
+        has_aux = False
+        for index, (inputs, labels) in enumerate(batches):
+            set_gradient_sync(self.model, index == len(batches) - 1)
+            output = self.model(inputs)
+            objective = loss = cross_entropy(output.logits, labels, scale)
+            losses[0] += loss.detach()
+            if output.router_aux_loss is not None:
+                has_aux = True
+                losses[1] += output.router_aux_loss.detach() / len(batches)
+                if aux_weight:
+                    objective = loss + aux_weight * output.router_aux_loss
+            objective.backward()
+        received = stop.signum if stop is not None else 0
+        shared = torch.cat([losses, losses.new_tensor([received == signal.SIGTERM, received == signal.SIGINT])])
+        dist.all_reduce(shared)
+        loss, aux, terminated, interrupted = shared.tolist()
+        world_size = self.job.launch.world_size
+        return StepResult(
+            loss=loss / world_size,
+            router_aux_loss=aux / world_size if has_aux else None,
+            signum=signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0,
+        )
+
+    def _stop_nonfinite(self, micro_batches: list[dict], result: StepResult, grad_norm: float) -> None:
+        where = diagnose(self.model, lambda: self._forward_backward(micro_batches, None))
+        saved = checkpoint.complete_checkpoints(self.job.checkpoint_root)
+        resume = f"the last checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+        raise NonFiniteError(
+            f"step {self.state.step + 1}: loss {result.loss}, gradient norm {grad_norm}; {where}. "
+            f"Stopped before the optimizer step; {resume}"
+        )
+
+    def _evaluate(self) -> dict[str, float]:
+        training = self.job.arguments.training
+        batches = EvaluationLoader(
+            self.job.valid_data,
+            micro_batch_size=training.per_device_train_batch_size,
+            dp_rank=self.job.launch.rank,
+            dp_size=self.job.launch.world_size,
+            batches=training.eval_iters,
+        )
+        results = evaluate(self.model, batches, self.job.tokenizer.token_byte_lengths(), self.device)
+        self.counters.take()  # the next step's bytes are its own
+        return results
+
+    def _save(self):
+        training = self.job.arguments.training
+        return checkpoint.save(
+            self.job.checkpoint_root,
+            self.model,
+            None if training.save_only_model else self.optimizer,
+            self.state,
+            self.job.arguments.to_yaml(),
+            keep=training.save_total_limit,
+        )
+
+    def _finish(self) -> None:
+        """Write Hugging Face weights and the report, and print it."""
+        job = self.job
+        hf_folder = None
+        if job.arguments.training.save_hf_weights:
+            hf_folder = job.output_dir / "hf"
+            save_hf_weights(self.model, hf_folder)
+            if job.launch.rank == 0:
+                job.tokenizer.save(hf_folder)
+        if job.launch.rank == 0:
+            rows = read_metrics(job.output_dir / METRICS_FILE)
+            wall_s = time.perf_counter() - self.started
+            summary = report.RunReport.from_rows(rows, evaluation=self.evaluation, wall_s=wall_s)
+            text = report.markdown(
+                summary,
+                title=f"Run {job.output_dir}",
+                places={
+                    "TensorBoard": job.tensorboard_dir,
+                    "checkpoint": checkpoint.step_folder(job.checkpoint_root, self.state.step),
+                    "Hugging Face weights and tokenizer": hf_folder,
+                },
+                next_command=report.next_command(hf_folder, job.tensorboard_dir),
+            )
+            report.write(job.output_dir, summary, text)
+            print(f"\n{text}", flush=True)
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
