@@ -1,7 +1,8 @@
 """Decoder-only language models in tree, described by Hugging Face's config.json: llama, qwen3, qwen3_moe.
 
-`build_model` makes one, `initialize_weights` or `load_hf_weights` fills it in any sharded layout, `save_hf_weights` writes what transformers loads.
-Nothing here knows about quantization or FSDP. Names load on first use, so that reading a configuration does not pay for importing torch.
+`build_model` makes one, `initialize_weights` or `load_hf_weights` fills it in any sharded layout, `save_hf_weights`
+writes what transformers loads. Nothing here knows about quantization or FSDP. Names load on first use, so that reading
+a configuration does not pay for importing torch.
 """
 
 from __future__ import annotations

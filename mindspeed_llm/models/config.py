@@ -1,8 +1,10 @@
-"""The model's configuration: Hugging Face's `config.json`, read once into a frozen dataclass and checked before any tensor exists.
+"""The model's configuration: Hugging Face's `config.json`, read once into a frozen dataclass and checked before any
+tensor exists.
 
-A `config.json` from any release of transformers is the only model description this project has; there is no format of our own. Reading it is where a
-feature that is not built (a sliding window, another activation, an unknown rope type) is refused, so that no model ever trains as something it is not.
-Defaults of absent keys are those of transformers' configuration class of the same family. Nothing here imports torch.
+A `config.json` from any release of transformers is the only model description this project has; there is no format of
+our own. Reading it is where a feature that is not built (a sliding window, another activation, an unknown rope type) is
+refused, so that no model ever trains as something it is not. Defaults of absent keys are those of transformers'
+configuration class of the same family. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,19 +19,40 @@ from fsdp2.errors import ConfigurationError, nearest
 
 MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+_ARCHITECTURES = dict(zip(MODEL_TYPES, ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")))
 
 # What transformers' configuration class assumes when config.json does not say.
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
-    "qwen3": {"max_position_embeddings": 32768, "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32},
-    "qwen3_moe": {"max_position_embeddings": 32768, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24},
+_FAMILY_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {
+        "max_position_embeddings": 2048,
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+    },
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+    },
+    "qwen3_moe": {
+        "max_position_embeddings": 32768,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+    },
 }
-_QWEN_MOE_DEFAULTS: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_QWEN_MOE_DEFAULTS: dict[str, int] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """Rotary position embedding: `theta` is the base, `rope_type` one of ROPE_TYPES, `scaling` that type's own numbers as config.json names them."""
+    """Rotary position embedding: `theta` is the base, `rope_type` one of ROPE_TYPES, `scaling` that type's own numbers
+    as config.json names them.
+    """
 
     theta: float
     rope_type: str = "default"
@@ -38,7 +61,9 @@ class RotaryConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer of one of MODEL_TYPES. Names are Hugging Face's; `source` is the config.json it came from."""
+    """A decoder-only transformer of one of MODEL_TYPES. Names are Hugging Face's; `source` is the config.json it came
+    from.
+    """
 
     model_type: str
     vocab_size: int
@@ -68,17 +93,22 @@ class ModelConfig:
     source: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def is_moe_layer(self, index: int) -> bool:
-        """Whether decoder layer `index` has experts (transformers' rule: every `decoder_sparse_step`-th, except `mlp_only_layers`)."""
-        return self.num_experts > 0 and index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+        """Whether decoder layer `index` has experts (transformers' rule: every `decoder_sparse_step`-th, except
+        `mlp_only_layers`).
+        """
+        sparse = (index + 1) % self.decoder_sparse_step == 0
+        return self.num_experts > 0 and sparse and index not in self.mlp_only_layers
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        """Read a parsed config.json; `where` names it in messages. Raises ConfigurationError for what is missing, impossible or not built."""
+        """Read a parsed config.json; `where` names it in messages. Raises ConfigurationError for what is missing,
+        impossible or not built.
+        """
         reader = _Reader(source, where)
         model_type = source.get("model_type")
         if model_type not in MODEL_TYPES:
-            hint = nearest(str(model_type), MODEL_TYPES)
-            raise ConfigurationError(f"{where}: model_type {model_type!r} is not built; built are {', '.join(MODEL_TYPES)}{hint}")
+            built = ", ".join(MODEL_TYPES) + nearest(str(model_type), MODEL_TYPES)
+            raise ConfigurationError(f"{where}: model_type {model_type!r} is not built; built are {built}")
         _refuse_unbuilt(source, where)
         defaults = _FAMILY_DEFAULTS[model_type]
         hidden_size = reader.integer("hidden_size", defaults["hidden_size"])
@@ -86,9 +116,14 @@ class ModelConfig:
         kv_heads = reader.integer("num_key_value_heads", {"llama": heads, "qwen3": 32, "qwen3_moe": 4}[model_type])
         head_dim = reader.integer("head_dim", 128 if model_type == "qwen3" else hidden_size // heads)
         if "head_dim" not in source and model_type != "qwen3" and hidden_size % heads:
-            raise ConfigurationError(f"{where}: hidden_size {hidden_size} is not divisible by num_attention_heads {heads}, and there is no head_dim")
+            raise ConfigurationError(
+                f"{where}: hidden_size {hidden_size} is not divisible by num_attention_heads {heads}, "
+                "and there is no head_dim"
+            )
         if heads % kv_heads:
-            raise ConfigurationError(f"{where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
+            raise ConfigurationError(
+                f"{where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}"
+            )
         if head_dim % 2:
             raise ConfigurationError(f"{where}: head_dim {head_dim} must be even for rotary position embeddings")
         max_positions = reader.integer("max_position_embeddings", defaults["max_position_embeddings"])
@@ -123,7 +158,9 @@ class ModelConfig:
         if file.is_dir():
             file = file / "config.json"
         if not file.is_file():
-            raise ConfigurationError(f"{path}: no such model configuration; give a folder that holds a config.json, or a config.json itself")
+            raise ConfigurationError(
+                f"{path}: no such model configuration; give a folder that holds a config.json, or a config.json itself"
+            )
         try:
             source = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:
@@ -133,13 +170,20 @@ class ModelConfig:
         return cls.from_dict(source, str(file))
 
     def to_hf(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """The config.json that every release of transformers reads: the source's keys, rope in the form that releases 4 and 5 both know."""
+        """The config.json that every release of transformers reads: the source's keys, rope in the form that releases 4
+        and 5 both know.
+        """
         stale = ("rope_parameters", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
         out = {key: value for key, value in self.source.items() if key not in stale}
-        architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[self.model_type]
-        out.update(architectures=[architecture], model_type=self.model_type, torch_dtype=dtype, head_dim=self.head_dim)
+        out.update(
+            architectures=[_ARCHITECTURES[self.model_type]],
+            model_type=self.model_type,
+            torch_dtype=dtype,
+            head_dim=self.head_dim,
+        )
         out["rope_theta"] = self.rope.theta
-        out["rope_scaling"] = None if self.rope.rope_type == "default" else {"rope_type": self.rope.rope_type, **self.rope.scaling}
+        scaled = self.rope.rope_type != "default"
+        out["rope_scaling"] = {"rope_type": self.rope.rope_type, **self.rope.scaling} if scaled else None
         return out
 
 
@@ -200,20 +244,34 @@ def _read_moe(source: Mapping[str, Any], reader: _Reader, where: str) -> dict[st
 
 
 def _read_rope(source: Mapping[str, Any], max_positions: int, where: str) -> RotaryConfig:
-    """Release 4 writes rope_theta and rope_scaling (with `type` in old files), release 5 writes both into rope_parameters."""
+    """Release 4 writes rope_theta and rope_scaling (with `type` in old files), release 5 writes both into
+    rope_parameters.
+    """
     key = "rope_parameters" if source.get("rope_parameters") else "rope_scaling"
     scaling = dict(source.get(key) or {})
     theta = scaling.pop("rope_theta", None) or source.get("rope_theta") or 10000.0
     old_name = scaling.pop("type", None)
     rope_type = scaling.pop("rope_type", None) or old_name or "default"
     if rope_type not in ROPE_TYPES:
-        raise ConfigurationError(f"{where}: {key}.rope_type {rope_type!r} is not built; built are {', '.join(ROPE_TYPES)}{nearest(rope_type, ROPE_TYPES)}")
+        built = ", ".join(ROPE_TYPES) + nearest(str(rope_type), ROPE_TYPES)
+        raise ConfigurationError(f"{where}: {key}.rope_type {rope_type!r} is not built; built are {built}")
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigurationError(f"{where}: {key}.partial_rotary_factor is not built; built is 1.0, rotation of the whole head")
-    needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-    for name in () if rope_type == "default" else needed.get(rope_type, ("factor",)):
+        raise ConfigurationError(f"{where}: {key}.partial_rotary_factor is not built; built is 1.0 (the whole head)")
+    if rope_type == "default":
+        return RotaryConfig(theta=float(theta))
+    if rope_type in ("yarn", "llama3"):
+        original = source.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+        scaling["original_max_position_embeddings"] = original or max_positions
+    if rope_type == "yarn" and scaling.get("factor") is None:
+        scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
+    for name in ("factor", "low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ("factor",):
         if not isinstance(scaling.get(name), (int, float)) or not scaling[name] > 0:
-            raise ConfigurationError(f"{where}: {key} of type {rope_type!r} needs a positive {name}, not {scaling.get(name)!r}")
+            raise ConfigurationError(
+                f"{where}: {key} of type {rope_type!r} needs a positive {name}, not {scaling.get(name)!r}"
+            )
     if rope_type == "llama3" and not scaling["high_freq_factor"] > scaling["low_freq_factor"]:
-        raise ConfigurationError(f"{where}: {key}.high_freq_factor {scaling['high_freq_factor']} must exceed low_freq_factor {scaling['low_freq_factor']}")
-    return RotaryConfig(theta=float(theta), rope_type=rope_type, scaling={} if rope_type == "default" else scaling)
+        raise ConfigurationError(
+            f"{where}: {key}.high_freq_factor {scaling['high_freq_factor']} must exceed "
+            f"low_freq_factor {scaling['low_freq_factor']}"
+        )
+    return RotaryConfig(theta=float(theta), rope_type=rope_type, scaling=scaling)

@@ -1,7 +1,8 @@
 """The decoder-only transformer that all families share: embedding, pre-norm layers, final norm, output projection.
 
-A family's file says which attention and feed-forward its layers have; everything else is here. Every submodule is reached by calling it, and module names
-are Hugging Face's, because sharding, quantization and checkpoints attach to modules by name.
+A family's file says which attention and feed-forward its layers have; everything else is here. Every submodule is
+reached by calling it, and module names are Hugging Face's, because sharding, quantization and checkpoints attach to
+modules by name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from mindspeed_llm.models.layers.rotary import RotaryEmbedding, RotaryTable
 
 @dataclass
 class CausalLMOutput:
-    """`logits` [B, S, vocab] in the compute dtype. `router_aux_loss`: fp32 scalar, not yet multiplied by its coefficient; None without experts."""
+    """`logits` [B, S, vocab] in the compute dtype. `router_aux_loss`: fp32 scalar, not yet multiplied by its
+    coefficient; None without experts.
+    """
 
     logits: Tensor
     router_aux_loss: Tensor | None = None
@@ -39,7 +42,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device)
         self.mlp = mlp
 
-    def forward(self, x_BSH: Tensor, table: RotaryTable, cache: KeyValueCache | None = None) -> tuple[Tensor, RouterLoad | None]:
+    def forward(
+        self, x_BSH: Tensor, table: RotaryTable, cache: KeyValueCache | None = None
+    ) -> tuple[Tensor, RouterLoad | None]:
         x_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), table, cache)
         out = self.mlp(self.post_attention_layernorm(x_BSH))
         y_BSH, load = out if isinstance(out, tuple) else (out, None)
@@ -53,7 +58,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.dynamic_positions = config.rope.rope_type == "dynamic"
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device=device)
-        self.layers = nn.ModuleList(layer_class(config, index, device=device) for index in range(config.num_hidden_layers))
+        layers = (layer_class(config, index, device=device) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device)
         self.rotary_emb = RotaryEmbedding(config, device=device)
 
@@ -78,10 +84,12 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A language model of one family. `model(input_ids [B, S] int64, position_ids=None, cache=None) -> CausalLMOutput`; attention is causal.
+    """A language model of one family. `model(input_ids [B, S] int64, position_ids=None, cache=None) -> CausalLMOutput`;
+    attention is causal.
 
-    `position_ids` int64 [B, S] default to 0..S-1 (behind what `cache` holds). With `config.tie_word_embeddings` the output projection's weight is the
-    embedding's parameter itself. `logits_to_keep` > 0 projects only that many last positions.
+    `position_ids` int64 [B, S] default to 0..S-1 (behind what `cache` holds). With `config.tie_word_embeddings` the
+    output projection's weight is the embedding's parameter itself. `logits_to_keep` > 0 projects only that many last
+    positions.
     """
 
     layer_class: ClassVar[type[DecoderLayer]]
@@ -95,7 +103,11 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None, logits_to_keep: int = 0
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        logits_to_keep: int = 0,
     ) -> CausalLMOutput:
         hidden_BSH, loads = self.model(input_ids, position_ids, cache)
         logits = self.lm_head(hidden_BSH[:, -logits_to_keep:] if logits_to_keep else hidden_BSH)

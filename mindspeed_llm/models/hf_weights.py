@@ -1,8 +1,9 @@
 """Weights between Hugging Face's safetensors and this model, whatever its sharding.
 
-Names on disk are the model's own, but for the experts: on disk every expert has gate_proj, up_proj and down_proj as [out, in]; in memory a layer's
-experts are two tensors, gate_up_proj [E, in, 2 out] (gate first) and down_proj [E, in, out], so that they are sharded and multiplied as one.
-Loading reads from every file only the slices this rank holds. Saving gathers one parameter at a time, so no rank ever holds the whole model.
+Names on disk are the model's own, but for the experts: on disk every expert has gate_proj, up_proj and down_proj as
+[out, in]; in memory a layer's experts are two tensors, gate_up_proj [E, in, 2 out] (gate first) and down_proj [E, in,
+out], so that they are sharded and multiplied as one. Loading reads from every file only the slices this rank holds.
+Saving gathers one parameter at a time, so no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _MERGED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)\.weight")
 
 
 def disk_tensors(name: str, shape: torch.Size) -> list[tuple[str, int | None, tuple[int, ...], int]]:
-    """What parameter `name` of `shape` is on disk: (disk name, expert or None, disk shape, first column of the memory tensor that it fills)."""
+    """What parameter `name` of `shape` is on disk: (disk name, expert or None, disk shape, first column of the memory
+    tensor that it fills).
+    """
     merged = _MERGED.fullmatch(name)
     if merged is None:
         return [(name, None, tuple(shape), 0)]
@@ -49,7 +52,9 @@ def disk_tensors(name: str, shape: torch.Size) -> list[tuple[str, int | None, tu
 
 
 def _ignorable(name: str, tied: bool) -> bool:
-    """Tensors that old releases wrote and no model needs: rotary frequencies, and the second copy of a tied output projection."""
+    """Tensors that old releases wrote and no model needs: rotary frequencies, and the second copy of a tied output
+    projection.
+    """
     return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
@@ -92,10 +97,11 @@ class _Folder:
 
 @torch.no_grad()
 def load_hf_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill every parameter (plain, or DTensor) from the safetensors of `folder`, converted to the parameter's dtype, and refill the buffers.
+    """Fill every parameter (plain, or DTensor) from the safetensors of `folder`, converted to the parameter's dtype,
+    and refill the buffers.
 
-    Each rank reads only its part; there is no communication. Raises ConfigurationError, before anything is written, when a tensor is missing, unexpected
-    or of another shape.
+    Each rank reads only its part; there is no communication. Raises ConfigurationError, before anything is written,
+    when a tensor is missing, unexpected or of another shape.
     """
     source = _Folder(folder)
     parameters = dict(model.named_parameters())
@@ -152,8 +158,9 @@ def save_hf_weights(
 ) -> None:
     """Write config.json and safetensors that transformers loads. Collective: every rank calls it, rank 0 writes.
 
-    `dtype` is one of DTYPES. Parameters are gathered one by one; rank 0 keeps at most one file's worth (`max_shard_bytes`, or a single larger tensor) in
-    memory. More than one file comes with an index. A file appears under its name only when it is complete, the index and config.json last.
+    `dtype` is one of DTYPES. Parameters are gathered one by one; rank 0 keeps at most one file's worth
+    (`max_shard_bytes`, or a single larger tensor) in memory. More than one file comes with an index. A file appears
+    under its name only when it is complete, the index and config.json last.
     """
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}{nearest(dtype, DTYPES)}")
@@ -181,7 +188,9 @@ def save_hf_weights(
 
 
 def _plan_files(model: nn.Module, itemsize: int, max_bytes: int) -> tuple[dict[str, str], int]:
-    """{disk name: file} in the order of writing, and the bytes of all tensors. Computed from shapes, so that "of 00007" is known at the first file."""
+    """{disk name: file} in the order of writing, and the bytes of all tensors. Computed from shapes, so that "of 00007"
+    is known at the first file.
+    """
     groups: list[list[str]] = [[]]
     filled = total = 0
     for name, parameter in model.named_parameters():
@@ -198,7 +207,9 @@ def _plan_files(model: nn.Module, itemsize: int, max_bytes: int) -> tuple[dict[s
 
 
 def _full_tensors(model: nn.Module, dtype: torch.dtype, keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """(disk name, tensor on the CPU) of every parameter, in order; nothing on ranks that do not keep, which only take part in the gathers."""
+    """(disk name, tensor on the CPU) of every parameter, in order; nothing on ranks that do not keep, which only take
+    part in the gathers.
+    """
     for name, parameter in model.named_parameters():
         whole = parameter.detach().to(dtype)
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
@@ -206,8 +217,9 @@ def _full_tensors(model: nn.Module, dtype: torch.dtype, keep: bool) -> Iterator[
             continue
         whole = whole.cpu()
         for disk_name, expert, (width, *_), column in disk_tensors(name, parameter.shape):
-            # clone: a slice of the whole, or the parameter itself when it is plain and has this dtype
-            yield disk_name, whole.clone() if expert is None else whole[expert, :, column : column + width].t().contiguous()
+            # a copy of its own: the whole may be the parameter itself, and a view would keep all experts alive
+            part = whole if expert is None else whole[expert, :, column : column + width].t()
+            yield disk_name, part.clone(memory_format=torch.contiguous_format)
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:

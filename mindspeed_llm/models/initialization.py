@@ -1,8 +1,10 @@
-"""Initial weights that do not depend on how the model is sharded, so that 1, 2 or 1,000 processes start from the same model.
+"""Initial weights that do not depend on how the model is sharded, so that 1, 2 or 1,000 processes start from the same
+model.
 
-Every parameter is seen as a flat row of blocks of 65,536 elements. A block's numbers come from a counter-based generator (Philox, Salmon et al. 2011)
-keyed by the seed, the parameter's name and the block's index: any rank can produce any block without the ones before, and produces only those that its
-shard touches. Numbers are made on the CPU and copied, so a CPU, a GPU and an NPU start alike too.
+Every parameter is seen as a flat row of blocks of 65,536 elements. A block's numbers come from a counter-based
+generator (Philox, Salmon et al. 2011) keyed by the seed, the parameter's name and the block's index: any rank can
+produce any block without the ones before, and produces only those that its shard touches. Numbers are made on the CPU
+and copied, so a CPU, a GPU and an NPU start alike too.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ BLOCK = 65536
 
 @torch.no_grad()
 def initialize_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter and buffer of a model built by `build_model`, plain or sharded as DTensors, wherever its parameters live.
+    """Fill every parameter and buffer of a model built by `build_model`, plain or sharded as DTensors, wherever its
+    parameters live.
 
-    Matrices are normal(0, initializer_range); those that write into the residual stream (o_proj, down_proj) are divided by sqrt(2 layers), so that the
-    stream's variance does not grow with depth (GPT-2). Norm weights are 1, biases 0. No communication; every rank must hold its shard's memory.
+    Matrices are normal(0, initializer_range); those that write into the residual stream (o_proj, down_proj) are divided
+    by sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2). Norm weights are 1, biases 0. No
+    communication; every rank must hold its shard's memory.
     """
     config = model.config
     residual_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
@@ -43,7 +47,9 @@ def initialize_weights(model: nn.Module, seed: int) -> None:
 
 
 def reset_buffers(model: nn.Module) -> None:
-    """Refill what no checkpoint holds (rotary frequencies): after materialization from the meta device it is uninitialized memory."""
+    """Refill what no checkpoint holds (rotary frequencies): after materialization from the meta device it is
+    uninitialized memory.
+    """
     for module in model.modules():
         if callable(getattr(module, "reset_buffers", None)):
             module.reset_buffers()

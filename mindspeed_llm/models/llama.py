@@ -1,4 +1,6 @@
-"""Llama 2 to 3.x and what shares its architecture (SmolLM2, for one): grouped-query attention without head norms, dense SwiGLU, optional biases."""
+"""Llama 2 to 3.x and what shares its architecture (SmolLM2, for one): grouped-query attention without head norms, dense
+SwiGLU, optional biases.
+"""
 
 from __future__ import annotations
 

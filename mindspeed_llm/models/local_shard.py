@@ -1,7 +1,9 @@
-"""Which part of a parameter this rank holds: the one thing weight initialization and weight loading must know about sharding.
+"""Which part of a parameter this rank holds: the one thing weight initialization and weight loading must know about
+sharding.
 
-A parameter is a plain tensor (everything is here) or a DTensor whose dimensions are cut by the mesh dimensions in turn, each into chunks of
-ceil(length / parts) rows as `torch.chunk` cuts them, so that the last ranks may hold less or nothing.
+A parameter is a plain tensor (everything is here) or a DTensor whose dimensions are cut by the mesh dimensions in turn,
+each into chunks of ceil(length / parts) rows as `torch.chunk` cuts them, so that the last ranks may hold less or
+nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """The tensor this rank holds (written in place by the caller) and, for every dimension, the slice of the whole parameter that it is.
+    """The tensor this rank holds (written in place by the caller) and, for every dimension, the slice of the whole
+    parameter that it is.
 
     Raises:
         NotImplementedError: a placement other than Replicate and plain Shard.

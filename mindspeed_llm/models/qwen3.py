@@ -1,4 +1,6 @@
-"""Qwen3, dense: Llama's layer with an RMSNorm on every query and key head (`config.qk_norm`) and a head size that is free of the hidden size."""
+"""Qwen3, dense: Llama's layer with an RMSNorm on every query and key head (`config.qk_norm`) and a head size that is
+free of the hidden size.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ class Qwen3DecoderLayer(DecoderLayer):
     """Attention with head norms and a dense SwiGLU."""
 
     def __init__(self, config: ModelConfig, layer_index: int, device=None):
-        super().__init__(config, layer_index, SwiGLU(config.hidden_size, config.intermediate_size, device=device), device=device)
+        mlp = SwiGLU(config.hidden_size, config.intermediate_size, device=device)
+        super().__init__(config, layer_index, mlp, device=device)
 
 
 class Qwen3ForCausalLM(CausalLM):

@@ -1,4 +1,6 @@
-"""Qwen3-MoE: Qwen3's attention, and experts in place of the dense layer wherever `config.is_moe_layer` says so (everywhere in the published sizes)."""
+"""Qwen3-MoE: Qwen3's attention, and experts in place of the dense layer wherever `config.is_moe_layer` says so
+(everywhere in the published sizes).
+"""
 
 from __future__ import annotations
 

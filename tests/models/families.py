@@ -1,4 +1,6 @@
-"""Tiny configurations of every family and variant, and transformers' own model of each, with weights large enough for every path to matter."""
+"""Tiny configurations of every family and variant, and transformers' own model of each, with weights large enough for
+every path to matter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Logits, the router's balancing loss and every gradient equal transformers' in fp32 to 1e-4 relative, for every family and variant."""
+"""Logits, the router's balancing loss and every gradient equal transformers' in fp32 to 1e-4 relative, for every family
+and variant.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def reference_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients under the names on disk: transformers merges experts in memory too, as [E, 2 out, in] and [E, out, in]."""
+    """Gradients under the names on disk: transformers merges experts in memory too, as [E, 2 out, in] and [E, out, in].
+    """
     gradients = {}
     for name, parameter in model.named_parameters():
         if name.endswith("experts.gate_up_proj"):

@@ -1,1 +1,3 @@
-"""The building blocks of a decoder-only transformer, one concept a file. They know sizes and tensors; sharding and quantization come from outside."""
+"""The building blocks of a decoder-only transformer, one concept a file. They know sizes and tensors; sharding and
+quantization come from outside.
+"""

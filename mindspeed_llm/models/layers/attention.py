@@ -1,8 +1,9 @@
 """Causal grouped-query attention with rotary positions and, for Qwen3, an RMSNorm on every query and key head.
 
-The projections are modules of their own, named as in Hugging Face, so that FSDP, quantization and tensor parallelism find them. What lies between the
-projections and the softmax (head norm, rotation) is one autograd function: it computes in fp32, rounds once, and keeps only the projections'
-outputs. A 16-bit tensor on a CPU is widened for `scaled_dot_product_attention`, whose bf16 path is slower there.
+The projections are modules of their own, named as in Hugging Face, so that FSDP, quantization and tensor parallelism
+find them. What lies between the projections and the softmax (head norm, rotation) is one autograd function: it computes
+in fp32, rounds once, and keeps only the projections' outputs. A 16-bit tensor on a CPU is widened for
+`scaled_dot_product_attention`, whose bf16 path is slower there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class _Rotate(torch.autograd.Function):
 
 
 class GroupedQueryAttention(nn.Module):
-    """[B, S, hidden] -> [B, S, hidden]. `num_key_value_heads` divides `num_attention_heads`; every key/value head serves a group of query heads."""
+    """[B, S, hidden] -> [B, S, hidden]. `num_key_value_heads` divides `num_attention_heads`; every key/value head
+    serves a group of query heads.
+    """
 
     def __init__(self, config: ModelConfig, layer_index: int, device=None):
         super().__init__()
@@ -52,7 +55,8 @@ class GroupedQueryAttention(nn.Module):
             self.q_norm = self.k_norm = None
 
     def forward(self, x_BSH: Tensor, table: RotaryTable, cache: KeyValueCache | None = None) -> Tensor:
-        by_head = (*x_BSH.shape[:2], -1, self.head_dim)  # the head count follows from the projection: tensor parallelism splits it
+        # -1: the number of heads follows from the projection, which tensor parallelism splits
+        by_head = (*x_BSH.shape[:2], -1, self.head_dim)
         q = self.q_proj(x_BSH).view(by_head)
         k = self.k_proj(x_BSH).view(by_head)
         v = self.v_proj(x_BSH).view(by_head).transpose(1, 2)
@@ -69,9 +73,12 @@ class GroupedQueryAttention(nn.Module):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v, where the last query sees every key. q [B, heads, Sq, D]; k, v [B, kv_heads, Sk, D], Sk >= Sq."""
+    """softmax(q k^T / sqrt(D)) v, where the last query sees every key. q [B, heads, Sq, D]; k, v [B, kv_heads, Sk, D],
+    Sk >= Sq.
+    """
     queries, keys = q.shape[2], k.shape[2]
     mask = None
-    if 1 < queries < keys:  # is_causal aligns the mask with the first key; a continued sequence needs it aligned with the last
+    if 1 < queries < keys:  # is_causal lets query 0 see key 0 only; here the last query and the last key coincide
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and queries > 1, enable_gqa=grouped)
+    is_causal = mask is None and queries > 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)

@@ -1,6 +1,7 @@
 """Keys and values of the tokens already seen, so that generating a token costs one token's work.
 
-The buffers are allocated once, for the longest sequence that was asked for; `append` writes behind what is there and hands back the filled part.
+The buffers are allocated once, for the longest sequence that was asked for; `append` writes behind what is there and
+hands back the filled part.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """Room for `max_length` positions in every layer. `length` is the number filled; the model advances it after its last layer."""
+    """Room for `max_length` positions in every layer. `length` is the number filled; the model advances it after its
+    last layer.
+    """
 
     def __init__(self, max_length: int):
         self.max_length, self.length = max_length, 0
@@ -18,7 +21,9 @@ class KeyValueCache:
         self._values: dict[int, Tensor] = {}
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, kv_heads, S, D] of the next S positions; return all keys and values so far, [B, kv_heads, length + S, D]."""
+        """Store k, v [B, kv_heads, S, D] of the next S positions; return all keys and values so far, [B, kv_heads,
+        length + S, D].
+        """
         end = self.length + k.shape[2]
         if end > self.max_length:
             raise ValueError(f"the cache holds {self.max_length} positions, {end} are needed")

@@ -1,8 +1,10 @@
-"""Mixture of experts: a router picks k experts a token, the token's copies are sorted by expert, two grouped GEMMs do the work, the copies are added up.
+"""Mixture of experts: a router picks k experts a token, the token's copies are sorted by expert, two grouped GEMMs do
+the work, the copies are added up.
 
-The (token, expert) pairs are sorted once. From the sort come two index lists that undo each other: `token_of_pair` [P] says which token a sorted pair
-copies, `pairs_of_token` [T, k] where a token's copies lie. Copying out and adding back are each other's transpose, so both directions of both are plain
-gathers: deterministic on every device and fast on a CPU, where `index_add` takes a row at a time. An expert without tokens has an empty group.
+The (token, expert) pairs are sorted once. From the sort come two index lists that undo each other: `token_of_pair` [P]
+says which token a sorted pair copies, `pairs_of_token` [T, k] where a token's copies lie. Copying out and adding back
+are each other's transpose, so both directions of both are plain gathers: deterministic on every device and fast on a
+CPU, where `index_add` takes a row at a time. An expert without tokens has an empty group.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from mindspeed_llm.models.layers.mlp import weighted_swiglu
 
 
 class RouterLoad(NamedTuple):
-    """What one layer's router did, for the balancing loss: the sum over tokens of its probabilities and the number of tokens it chose, both [E] fp32."""
+    """What one layer's router did, for the balancing loss: the sum over tokens of its probabilities and the number of
+    tokens it chose, both [E] fp32.
+    """
 
     probability_sum: Tensor
     tokens_per_expert: Tensor
@@ -58,7 +62,9 @@ class _Combine(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """All experts of a layer: `forward(x_PH, counts_E, weights_P)` with the rows sorted by expert -> [P, hidden], every row times its router weight."""
+    """All experts of a layer: `forward(x_PH, counts_E, weights_P)` with the rows sorted by expert -> [P, hidden], every
+    row times its router weight.
+    """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, device=None):
         super().__init__()
@@ -70,12 +76,13 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """[B, S, hidden] -> ([B, S, hidden], RouterLoad). Router probabilities are a softmax over all experts in fp32; the k largest are the weights, divided
-    by their sum when `norm_topk_prob`."""
+    """[B, S, hidden] -> ([B, S, hidden], RouterLoad). Router probabilities are a softmax over all experts in fp32; the
+    k largest are the weights, divided by their sum when `norm_topk_prob`."""
 
     def __init__(self, config: ModelConfig, device=None):
         super().__init__()
-        self.num_experts, self.top_k, self.normalize = config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
+        self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
+        self.normalize = config.norm_topk_prob
         self.gate = Linear(config.hidden_size, config.num_experts, bias=False, device=device)
         self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, device=device)
 
@@ -101,9 +108,11 @@ class MixtureOfExperts(nn.Module):
 
 
 def load_balancing_loss(loads: list[RouterLoad], tokens: int) -> Tensor:
-    """E * sum over experts of (share of tokens sent to it) * (its mean probability), both taken over all MoE layers together.
+    """E * sum over experts of (share of tokens sent to it) * (its mean probability), both taken over all MoE layers
+    together.
 
-    This is transformers' `load_balancing_loss_func` (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6): top_k when the load is even. Scalar, fp32, unscaled.
+    This is transformers' `load_balancing_loss_func` (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6): top_k when the
+    load is even. Scalar, fp32, unscaled.
     """
     rows = tokens * len(loads)
     probability = torch.stack([load.probability_sum for load in loads]).sum(0) / rows

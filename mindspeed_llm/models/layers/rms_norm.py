@@ -1,8 +1,9 @@
 """Root mean square normalization, with a backward pass that a CPU can afford.
 
-y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in fp32 (Zhang & Sennrich 2019, arXiv:1910.07467). Accelerators have a fused
-kernel behind `F.rms_norm`. On a CPU that call decomposes into a dozen small operations whose backward takes three times what the formula needs, so
-there the formula is written out as one autograd function that keeps only the input and one number a row.
+y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in fp32 (Zhang & Sennrich 2019,
+arXiv:1910.07467). Accelerators have a fused kernel behind `F.rms_norm`. On a CPU that call decomposes into a dozen
+small operations whose backward takes three times what the formula needs, so there the formula is written out as one
+autograd function that keeps only the input and one number a row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients in fp32 for the input and the weight.
 
-    With n = x r: dx = r (dy w - n mean(dy w n)) and dw = sum over rows of dy n. `dy` and `x` are fp32 [..., H]; `weight` is [H]; `r` is [..., 1].
+    With n = x r: dx = r (dy w - n mean(dy w n)) and dw = sum over rows of dy n. `dy` and `x` are fp32 [..., H];
+    `weight` is [H]; `r` is [..., 1].
     """
     width = x.shape[-1]
     n = x * r

@@ -1,8 +1,9 @@
 """Rotary position embeddings and their long-context scalings.
 
-Pair i of a head's dimensions (i and i + D/2, Hugging Face's "rotate half" layout) turns by position * inv_freq[i], inv_freq[i] = theta^(-2i/D)
-(Su et al. 2021, arXiv:2104.09864). A scaling replaces inv_freq, and yarn also multiplies cos and sin. The formulas are those that transformers
-computes, because checkpoints were trained with them. All of it stays in fp32: bf16 cannot tell position 4,097 from 4,096.
+Pair i of a head's dimensions (i and i + D/2, Hugging Face's "rotate half" layout) turns by position * inv_freq[i],
+inv_freq[i] = theta^(-2i/D) (Su et al. 2021, arXiv:2104.09864). A scaling replaces inv_freq, and yarn also multiplies
+cos and sin. The formulas are those that transformers computes, because checkpoints were trained with them. All of it
+stays in fp32: bf16 cannot tell position 4,097 from 4,096.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from mindspeed_llm.models.config import ModelConfig, RotaryConfig
 
 
 class RotaryTable:
-    """cos and sin, fp32 [B or 1, S, 1, D/2]. A plain object on purpose: FSDP casts the tensors among a module's inputs to bf16, but not what it
-    does not look into."""
+    """cos and sin, fp32 [B or 1, S, 1, D/2]. A plain object on purpose: FSDP casts the tensors among a module's inputs
+    to bf16, but not what it does not look into."""
 
     __slots__ = ("cos", "sin")
 
@@ -26,7 +27,9 @@ class RotaryTable:
 
 
 class RotaryEmbedding(nn.Module):
-    """Makes the table of one batch. `inv_freq` is a buffer that no checkpoint holds; `reset_buffers` refills it after materialization from meta."""
+    """Makes the table of one batch. `inv_freq` is a buffer that no checkpoint holds; `reset_buffers` refills it after
+    materialization from meta.
+    """
 
     inv_freq: Tensor
 
@@ -34,7 +37,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.rope, self.head_dim, self.max_positions = config.rope, config.head_dim, config.max_position_embeddings
         self.attention_factor = yarn_attention_factor(config.rope) if config.rope.rope_type == "yarn" else 1.0
-        self.register_buffer("inv_freq", torch.empty(config.head_dim // 2, dtype=torch.float32, device=device), persistent=False)
+        inv_freq = torch.empty(config.head_dim // 2, dtype=torch.float32, device=device)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.reset_buffers()
 
     @torch.no_grad()
@@ -43,10 +47,13 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq.copy_(inverse_frequencies(self.rope, self.head_dim, self.max_positions))
 
     def forward(self, position_ids: Tensor, sequence_length: int) -> RotaryTable:
-        """position_ids: int64 [B or 1, S]. sequence_length: the longest position seen + 1; only `dynamic` scaling looks at it."""
+        """position_ids: int64 [B or 1, S]. sequence_length: the longest position seen + 1; only `dynamic` scaling looks
+        at it.
+        """
         inv_freq = self.inv_freq
         if self.rope.rope_type == "dynamic" and sequence_length > self.max_positions:
-            inv_freq = inverse_frequencies(self.rope, self.head_dim, self.max_positions, sequence_length).to(inv_freq.device)
+            stretched = inverse_frequencies(self.rope, self.head_dim, self.max_positions, sequence_length)
+            inv_freq = stretched.to(inv_freq.device)
         angles = position_ids[:, :, None, None].float() * inv_freq
         return RotaryTable(angles.cos() * self.attention_factor, angles.sin() * self.attention_factor)
 
@@ -63,23 +70,25 @@ def inverse_frequencies(rope: RotaryConfig, head_dim: int, max_positions: int, s
     if rope.rope_type == "llama3":
         return _llama3(inv_freq, rope)
     if rope.rope_type == "yarn":
-        return _yarn(inv_freq, rope, head_dim, max_positions)
+        return _yarn(inv_freq, rope, head_dim)
     return inv_freq
 
 
 def _llama3(inv_freq: Tensor, rope: RotaryConfig) -> Tensor:
     """Long wavelengths are divided by the factor, short ones kept, a linear blend in between (Llama 3.1)."""
     scaling = rope.scaling
-    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)  # full turns within the original context
+    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)  # within the original context
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return inv_freq / scaling["factor"] * (1 - keep) + inv_freq * keep
 
 
-def _yarn(inv_freq: Tensor, rope: RotaryConfig, head_dim: int, max_positions: int) -> Tensor:
-    """Between the dimension that makes beta_fast turns and the one that makes beta_slow, blend from kept to divided (Peng et al. 2023, arXiv:2309.00071)."""
+def _yarn(inv_freq: Tensor, rope: RotaryConfig, head_dim: int) -> Tensor:
+    """Between the dimension that makes beta_fast turns and the one that makes beta_slow, blend from kept to divided
+    (Peng et al. 2023, arXiv:2309.00071).
+    """
     scaling = rope.scaling
-    original = scaling.get("original_max_position_embeddings") or max_positions
+    original = scaling["original_max_position_embeddings"]
 
     def dimension_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
