@@ -19,7 +19,7 @@ from mindspeed_llm.arguments.flag import NOT_BUILT
 from mindspeed_llm.arguments.groups import Arguments, all_flags, raise_together
 from mindspeed_llm.arguments.paths import missing
 from mindspeed_llm.arguments.values import written
-from mindspeed_llm.data.indexed_dataset import strip_suffix
+from mindspeed_llm.data.blend import parse_blend
 from mindspeed_llm.data.split import parse_split
 from mindspeed_llm.models.config import MODEL_TYPES, ModelConfig
 
@@ -170,29 +170,16 @@ def _dataset(arguments: Arguments) -> Iterator[str]:
     if not data.dataset:
         yield "--data.dataset is required for training: the prefix of a .bin/.idx pair (tools/preprocess_data.py)"
         return
-    for prefix in _prefixes(data.dataset):
-        prefix = strip_suffix(prefix)
+    try:
+        prefixes, _ = parse_blend(data.dataset)
+    except ConfigurationError as error:
+        yield str(error)
+        return
+    for prefix in prefixes:
         for suffix in (".idx", ".bin"):
             if not Path(prefix + suffix).is_file():
                 yield f"--data.dataset: {missing(prefix, suffix)}; tools/preprocess_data.py writes .bin/.idx pairs"
                 break
-
-
-def _prefixes(dataset: str | dict) -> list[str]:
-    """The prefixes of a dataset: the only one, those of a blend '0.3 PREFIX_A 0.7 PREFIX_B', or the keys of a dict."""
-    if isinstance(dataset, dict):
-        return list(dataset)
-    words = dataset.split()
-    weighted = len(words) > 1 and len(words) % 2 == 0 and all(_is_number(word) for word in words[::2])
-    return words[1::2] if weighted else words
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _output_dir(arguments: Arguments) -> Iterator[str]:

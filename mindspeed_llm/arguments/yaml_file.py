@@ -17,6 +17,8 @@ import yaml
 from fsdp2.errors import ConfigurationError
 from mindspeed_llm.arguments.paths import missing
 
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -58,22 +60,31 @@ def read_yaml(path: str, group_names: list[str]) -> list[Entry]:
 
 
 def _entries(loader: yaml.SafeLoader, path: str, root: yaml.Node, group_names: list[str]) -> Iterator[Entry]:
-    for key, node, place in _items(loader, path, root):
+    for key, node, place in _items(path, root):
         if key not in group_names:
             yield _entry(loader, key, node, place)
         elif isinstance(node, yaml.MappingNode):
-            for name, value, value_place in _items(loader, path, node):
+            for name, value, value_place in _items(path, node):
                 yield _entry(loader, f"{key}.{name}", value, value_place)
         elif not _is_empty(node):
             raise ConfigurationError(f"{place}: {key} is a group of flags; write its flags below it, indented")
 
 
-def _items(loader: yaml.SafeLoader, path: str, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
+def _items(path: str, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
+    """The (key, value, place) of a mapping: what `<<: *other` brings, unless the mapping has that key itself, first."""
     if not isinstance(node, yaml.MappingNode):
         raise ConfigurationError(f"{path}, line {node.start_mark.line + 1}: expected lines of `key: value`")
-    loader.flatten_mapping(node)  # merge keys: <<: *other
+    own, merged = [], {}
     for key_node, value_node in node.value:
-        yield str(key_node.value), value_node, f"{path}, line {key_node.start_mark.line + 1}"
+        if key_node.tag == _MERGE_TAG:
+            for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                for item in _items(path, source):
+                    merged.setdefault(item[0], item)
+        else:
+            own.append((str(key_node.value), value_node, f"{path}, line {key_node.start_mark.line + 1}"))
+    own_keys = {key for key, _, _ in own}
+    yield from (item for key, item in merged.items() if key not in own_keys)
+    yield from own
 
 
 def _entry(loader: yaml.SafeLoader, key: str, node: yaml.Node, place: str) -> Entry:
