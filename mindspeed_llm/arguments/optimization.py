@@ -42,11 +42,7 @@ class OptimizationArguments:
     use_flash_gdn: bool = flag("Flash kernels of gated delta networks.", False, status=NO_EFFECT, note=_GDN)
     gdn_chunk_size: int = flag("Chunk of gated delta networks.", 64, status=NO_EFFECT, note=_GDN, minimum=1)
     chunk_loss_size: int | None = flag(
-        "Compute the loss on pieces of this many tokens.",
-        None,
-        status=NOT_BUILT,
-        note="the loss is computed on a whole micro-batch; a smaller per_device_train_batch_size needs less memory",
-        minimum=1,
+        "Tokens of which the loss has fp32 logits at a time; unset, 1024.", None, minimum=1
     )
     use_triton_rmsnormgated: bool = flag("Triton kernel of gated RMSNorm.", False, status=NO_EFFECT, note=_GDN)
     fix_router: bool = flag(

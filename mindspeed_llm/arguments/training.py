@@ -113,12 +113,7 @@ class TrainingArguments:
         note="quantization_plan.json says what is quantized, without statistics",
         minimum=0,
     )
-    dry_run: bool = flag(
-        "Print the plan and stop.",
-        False,
-        status=NOT_BUILT,
-        note="the plan is printed at the start of a run; --training.max_steps 1 stops soon after",
-    )
+    dry_run: bool = flag("Check everything, print the plan and stop before a model is allocated.", False)
 
     dataloader_num_workers: int = flag("Processes that read ahead.", 0, minimum=0)
     dataloader_prefetch_factor: int | None = flag(

@@ -12,7 +12,7 @@ import json
 import random
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,6 @@ class TrainerState:
     samples: int = 0
     loader: dict = field(default_factory=dict)
     world_size: int = 1
-    has_optimizer: bool = True
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -94,7 +93,7 @@ def find_checkpoint(wish: str | None, root: Path) -> Path | None:
 def save(
     root: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     state: TrainerState,
     config_yaml: str,
     *,
@@ -104,7 +103,6 @@ def save(
 
     Args:
         root: folder of the run's checkpoints, on a file system that all ranks share.
-        optimizer: None saves the model alone; such a checkpoint starts new runs but resumes none.
         keep: how many checkpoints stay, this one included; the oldest go. None keeps all.
     """
     final = step_folder(root, state.step)
@@ -118,8 +116,8 @@ def save(
     tensors.update(_own_random_state(rank))
     dcp.save(tensors, storage_writer=FileSystemWriter(temporary))
     if rank == 0:
-        state = TrainerState(**{**asdict(state), "world_size": world_size, "has_optimizer": optimizer is not None})
-        (temporary / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+        state = asdict(replace(state, world_size=world_size))
+        (temporary / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         (temporary / CONFIG_FILE).write_text(config_yaml, encoding="utf-8")
         if final.exists():  # the same step, saved by an earlier run into this folder
             shutil.rmtree(final)
@@ -137,14 +135,9 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, devic
     On another number of processes tensors are resharded and the random generators keep their present state.
 
     Raises:
-        ConfigurationError: the checkpoint lacks the optimizer, or its tensors are not those of this model.
+        ConfigurationError: its tensors are not those of this model and optimizer.
     """
     state = TrainerState(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
-    if not state.has_optimizer:
-        raise ConfigurationError(
-            f"{folder} was saved with --training.save_only_model: without its optimizer a run would continue with a "
-            "cold one; start a new run from its weights instead"
-        )
     allocate_state(optimizer)
     tensors = _tensors(model, optimizer)
     reader = FileSystemReader(folder)
@@ -173,13 +166,12 @@ def _flat(tree: dict) -> dict:
     return {f"{group}.{key}": value for group, values in tree.items() for key, value in (values or {}).items()}
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint by name, sharing storage with the run. A tied weight appears once."""
     persistent = model.state_dict().keys()
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     tensors.update({f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent})
-    if optimizer is not None:
-        tensors.update({f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer).items()})
+    tensors.update({f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer).items()})
     return tensors
 
 

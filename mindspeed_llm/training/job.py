@@ -79,11 +79,6 @@ def prepare(arguments: Arguments, launch: Launch, device_type: str) -> Job:
 
     model_arguments, training = arguments.model, arguments.training
     config = load_config(model_arguments.model_name_or_path)
-    if model_arguments.model_id is not None and model_arguments.model_id != config.model_type:
-        raise ConfigurationError(
-            f"--model.model_id {model_arguments.model_id} contradicts {model_arguments.model_name_or_path}, "
-            f"whose model_type is {config.model_type}"
-        )
     tokenizer = load_tokenizer(model_arguments.tokenizer_name_or_path or model_arguments.model_name_or_path)
     tokenizer_checks(tokenizer, config.vocab_size)
     train_data, valid_data, total_steps = _datasets(arguments, launch.world_size, config.vocab_size)

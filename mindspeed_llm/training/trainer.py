@@ -25,7 +25,7 @@ from mindspeed_llm.models import initialize_weights, load_hf_weights, model_flop
 from . import checkpoint, report
 from .evaluation import evaluate
 from .job import Job
-from .loss import count_label_tokens, cross_entropy
+from .loss import CHUNK_TOKENS, count_label_tokens, cross_entropy
 from .metrics import METRICS_FILE, MetricsWriter, StepMetrics, memory_bytes, read_metrics
 from .nonfinite import NonFiniteError, diagnose
 from .optimizer import build_optimizer, set_learning_rate
@@ -77,6 +77,7 @@ class Trainer:
             self._resume()
         self.counters = counters(self.model)
         self.flops_per_token = model_flops_per_token(job.model.config, job.arguments.data.cutoff_len)
+        self.chunk_tokens = job.arguments.optimization.chunk_loss_size or CHUNK_TOKENS
         self.evaluation: dict[str, float] = {}
 
     def _resume(self) -> None:
@@ -186,7 +187,7 @@ class Trainer:
         for index, (inputs, labels) in enumerate(batches):
             set_gradient_sync(self.model, index == len(batches) - 1)
             output = self.model(inputs)
-            objective = loss = cross_entropy(output.logits, labels, scale)
+            objective = loss = cross_entropy(output.logits, labels, scale, self.chunk_tokens)
             losses[0] += loss.detach()
             if output.router_aux_loss is not None:
                 has_aux = True
@@ -228,14 +229,13 @@ class Trainer:
         return results
 
     def _save(self):
-        training = self.job.arguments.training
         return checkpoint.save(
             self.job.checkpoint_root,
             self.model,
-            None if training.save_only_model else self.optimizer,
+            self.optimizer,
             self.state,
             self.job.arguments.to_yaml(),
-            keep=training.save_total_limit,
+            keep=self.job.arguments.training.save_total_limit,
         )
 
     def _finish(self) -> None:
