@@ -42,7 +42,7 @@ class OptimizationArguments:
     use_flash_gdn: bool = flag("Flash kernels of gated delta networks.", False, status=NO_EFFECT, note=_GDN)
     gdn_chunk_size: int = flag("Chunk of gated delta networks.", 64, status=NO_EFFECT, note=_GDN, minimum=1)
     chunk_loss_size: int | None = flag(
-        "Tokens of which the loss has fp32 logits at a time; unset, 1024.", None, minimum=1
+        "Tokens whose logits are raised to fp32 at a time in the loss; unset, 1,024.", None, minimum=1
     )
     use_triton_rmsnormgated: bool = flag("Triton kernel of gated RMSNorm.", False, status=NO_EFFECT, note=_GDN)
     fix_router: bool = flag(

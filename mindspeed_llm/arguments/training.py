@@ -101,9 +101,12 @@ class TrainingArguments:
     eval_iters: int = flag("Batches of one evaluation; 0 takes all that is held out.", 0, minimum=0)
 
     logging_steps: int = flag("Steps between lines of the log.", 1, minimum=1)
-    log_throughput: bool = flag("Log tokens per second.", False, status=NO_EFFECT, note="throughput is always logged")
+    log_throughput: bool = flag("Log TFLOP/s of each device too; tokens per second are always logged.", False)
     log_cpu_memory: bool = flag(
-        "Log the memory of the process.", False, status=NO_EFFECT, note="memory is always logged"
+        "Log the memory of the process.",
+        False,
+        status=NO_EFFECT,
+        note="peak memory is always logged, of the device and on CPU of the process",
     )
     tensorboard_dir: str | None = flag("Folder of TensorBoard events; unset, OUTPUT_DIR/tensorboard.", None)
     quant_stats_steps: int = flag(
@@ -113,7 +116,7 @@ class TrainingArguments:
         note="quantization_plan.json says what is quantized, without statistics",
         minimum=0,
     )
-    dry_run: bool = flag("Check everything, print the plan and stop before a model is allocated.", False)
+    dry_run: bool = flag("Check everything, print and save the plan, and stop before anything is allocated.", False)
 
     dataloader_num_workers: int = flag("Processes that read ahead.", 0, minimum=0)
     dataloader_prefetch_factor: int | None = flag(
