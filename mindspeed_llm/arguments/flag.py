@@ -2,7 +2,7 @@
 
 The groups (model.py, data.py, ...) declare their fields with `flag(...)`; everything else that speaks of flags
 (parser, `--help`, warnings, refusals, docs/arguments.md) reads the rows that `flags_of` makes of them. So when later
-work builds a flag, its status here is the one word that changes.
+work builds a flag, its declaration is the one place that changes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Flag:
 
     @property
     def allowed(self) -> str:
-        """What a user may write, in words: "a whole number of at least 1"."""
+        """What a user may write, in words: "a whole number, at least 1"."""
         if self.choices:
             words = ("one or more of " if self.kind.startswith("list") else "one of ") + ", ".join(self.choices)
         else:
