@@ -49,6 +49,16 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def device_count() -> tuple[str, int]:
+    """Return the device type and how many of it this machine has; of a CPU, the cores that this process may use."""
+    import torch
+
+    kind = device_type()
+    if kind == "cpu":
+        return kind, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return kind, torch.get_device_module(kind).device_count()
+
+
 def start(launch: Launch, device: str):
     """Start torch.distributed for `device` (npu, cuda, cpu) and return this process's `torch.device`."""
     import torch
