@@ -99,7 +99,13 @@ class CausalLM(nn.Module):
         self.config = config
         self.model = Decoder(config, self.layer_class, device=device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, device=device)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the output projection's weight the embedding's parameter, where the configuration says so: at first, and
+        again after `to_empty`, which gives every module a tensor of its own.
+        """
+        if self.config.tie_word_embeddings and self.lm_head.weight is not self.model.embed_tokens.weight:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(

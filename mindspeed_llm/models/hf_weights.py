@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.errors import ConfigurationError, nearest
 from mindspeed_llm.models.initialization import reset_buffers
-from mindspeed_llm.models.local_shard import local_part
+from mindspeed_llm.models.local_shard import local_part, parameters_at_rest
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -104,7 +104,8 @@ def load_hf_weights(model: nn.Module, folder: str | Path) -> None:
     when a tensor is missing, unexpected or of another shape.
     """
     source = _Folder(folder)
-    parameters = dict(model.named_parameters())
+    model.tie_weights()
+    parameters = parameters_at_rest(model)
     _check(source, parameters, tied=model.config.tie_word_embeddings)
     for name, parameter in parameters.items():
         local, where = local_part(parameter)
@@ -193,7 +194,7 @@ def _plan_files(model: nn.Module, itemsize: int, max_bytes: int) -> tuple[dict[s
     """
     groups: list[list[str]] = [[]]
     filled = total = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_at_rest(model).items():
         for disk_name, _, shape, _ in disk_tensors(name, parameter.shape):
             size = torch.Size(shape).numel() * itemsize
             if groups[-1] and filled + size > max_bytes:
@@ -210,7 +211,7 @@ def _full_tensors(model: nn.Module, dtype: torch.dtype, keep: bool) -> Iterator[
     """(disk name, tensor on the CPU) of every parameter, in order; nothing on ranks that do not keep, which only take
     part in the gathers.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_at_rest(model).items():
         whole = parameter.detach().to(dtype)
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         if not keep:

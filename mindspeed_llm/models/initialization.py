@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindspeed_llm.models.local_shard import local_part
+from mindspeed_llm.models.local_shard import local_part, parameters_at_rest
 
 BLOCK = 65536
 
@@ -32,8 +32,9 @@ def initialize_weights(model: nn.Module, seed: int) -> None:
     communication; every rank must hold its shard's memory.
     """
     config = model.config
+    model.tie_weights()
     residual_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_at_rest(model).items():
         local, where = local_part(parameter)
         if name.endswith(".bias"):
             local.zero_()

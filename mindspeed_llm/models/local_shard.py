@@ -8,9 +8,23 @@ nothing.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
+
+
+def parameters_at_rest(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter once (tied ones under their first name), in its sharded form.
+
+    Goes through `state_dict` because that makes a sharded model drop the gathered copies that it kept after a forward;
+    `named_parameters` would hand out those.
+    """
+    parameters, seen = {}, set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and id(value) not in seen:
+            seen.add(id(value))
+            parameters[name] = value
+    return parameters
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

@@ -86,11 +86,11 @@ def tiny_config(variant: str) -> dict[str, Any]:
     return copy.deepcopy({**_COMMON, **VARIANTS[variant]})
 
 
-def reference_model(variant: str, seed: int = 0) -> transformers.PreTrainedModel:
+def reference_model(variant: str, **overrides: Any) -> transformers.PreTrainedModel:
     """transformers' model in fp32, eager attention; norms and biases away from their neutral values."""
-    config = transformers.AutoConfig.for_model(**tiny_config(variant))
+    config = transformers.AutoConfig.for_model(**{**tiny_config(variant), **overrides})
     config._attn_implementation = "eager"
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -101,8 +101,10 @@ def reference_model(variant: str, seed: int = 0) -> transformers.PreTrainedModel
     return model
 
 
-def save_reference(variant: str, folder: Path, seed: int = 0, **options: Any) -> transformers.PreTrainedModel:
-    """The reference model, also written to `folder` as transformers writes it."""
-    model = reference_model(variant, seed)
-    model.save_pretrained(folder, **options)
+def save_reference(
+    variant: str, folder: Path, max_shard_size: str = "5GB", **overrides: Any
+) -> transformers.PreTrainedModel:
+    """The reference model, written to `folder` as transformers writes it. `overrides` replace keys of the config."""
+    model = reference_model(variant, **overrides)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
