@@ -141,10 +141,13 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.batches):
             start = (number * self.dp_size + self.dp_rank) * self.micro_batch_size
-            indices = range(start, start + self.micro_batch_size)
-            batch = collate([self.dataset[min(i, len(self.dataset) - 1)] for i in indices])
-            filled_up = max(0, start + self.micro_batch_size - len(self.dataset))
-            batch["labels"][max(0, self.micro_batch_size - filled_up) :] = IGNORED_LABEL
+            end = min(start + self.micro_batch_size, len(self.dataset))
+            samples = [self.dataset[i] for i in range(start, end)]
+            filled_up = self.micro_batch_size - len(samples)
+            if filled_up:
+                samples += [self.dataset[len(self.dataset) - 1]] * filled_up
+            batch = collate(samples)
+            batch["labels"][self.micro_batch_size - filled_up :] = IGNORED_LABEL
             yield batch
 
 

@@ -48,10 +48,11 @@ class Tokenizer(ABC):
     def token_byte_lengths(self) -> np.ndarray:
         """int32 [vocab_size]: utf-8 bytes a token stands for, 0 for special tokens.
 
-        Summed over a text's tokens this is exactly the text's utf-8 length for byte-level BPE and for sentencepiece
-        BPE with byte fallback, as long as the tokenizer doesn't rewrite the text first: a normalizer (Qwen's NFC), a
-        dummy prefix (Llama 2: one space more) and a literal U+2581 (which sentencepiece takes for a space) each
-        change the text, and what is counted then is the text after the change.
+        Summed over a text's tokens this is exactly the text's utf-8 length for byte-level BPE and for sentencepiece BPE
+        with byte fallback, as long as the tokenizer takes the text as it is. What some do changes it, and then the text
+        after the change is counted: a normalizer (Qwen's NFC), a dummy prefix (Llama 2: one space more), a literal
+        U+2581, which sentencepiece takes for a space, and special tokens written out in a text ("<|im_end|>"), which a
+        tokenizer.json recognizes.
         """
 
     @abstractmethod
@@ -107,11 +108,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self.path = Path(path)
         try:
             self.backend = tokenizers.Tokenizer.from_file(str(self.path))
-            self.definition = json.loads(self.path.read_text(encoding="utf-8"))
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ConfigurationError(f"tokenizer {self.path}: not a readable tokenizer.json ({error})") from None
         self.backend.no_truncation()  # some files ask for both: neither belongs to a corpus
         self.backend.no_padding()
+        self.added = self.backend.get_added_tokens_decoder()  # id -> token matched in the text before anything else
         self.vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocabulary.values()) + 1  # ids can have gaps
         self.bos_id = self._special_id("bos_token", _USUAL_BOS)
@@ -133,7 +134,7 @@ class HuggingFaceTokenizer(Tokenizer):
                             f"tokenizer {file}: {role} {token!r} is not in the vocabulary of {self.path.name}"
                         )
                     return None if token is None else self.vocabulary[token]
-        specials = {token["content"] for token in self.definition.get("added_tokens", []) if token["special"]}
+        specials = {token.content for token in self.added.values() if token.special}
         return next((self.vocabulary[token] for token in usual if token in specials), None)
 
     def encode(self, text: str) -> list[int]:
@@ -144,13 +145,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _lengths(self) -> np.ndarray:
-        added = {token["id"]: token for token in self.definition.get("added_tokens", [])}
-        steps = _step_types(self.definition.get("pre_tokenizer")) | _step_types(self.definition.get("decoder"))
+        definition = json.loads(self.backend.to_str())
+        steps = _step_types(definition.get("pre_tokenizer")) | _step_types(definition.get("decoder"))
         byte_level = "ByteLevel" in steps
         lengths = np.zeros(self.vocab_size, dtype=np.int32)
         for token, i in self.vocabulary.items():
-            if i in added:  # matched in the text as it stands, never through the alphabet below
-                lengths[i] = 0 if added[i]["special"] else len(added[i]["content"].encode())
+            if i in self.added:  # written as it stands in the text, not in the alphabet below
+                lengths[i] = 0 if self.added[i].special else len(token.encode())
             elif byte_level:
                 lengths[i] = len(token)  # in the byte-level alphabet a character is a byte
             elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
