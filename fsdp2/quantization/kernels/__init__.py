@@ -19,7 +19,7 @@ from types import ModuleType
 
 from fsdp2.errors import ConfigurationError, nearest
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "cpu")
 
 
 @functools.cache

@@ -1,0 +1,322 @@
+"""The compiled inner loops of the CPU backend: numba, with the 32-wide steps written as LLVM vector code.
+
+A loop over 32 numbers is what LLVM's vectorizer handles worst: it unrolls the loop first and then no longer sees the
+reduction in it. So three intrinsics work on `<32 x ...>` vectors directly (LLVM splits them into whatever the processor
+has: AVX-512, AVX2, SSE2, NEON), and ordinary numba code walks the tensor. They compute what `reference.py` computes:
+
+- scale: the largest magnitude's bf16 bits plus `round_up`, shifted down to the exponent, are the biased scale + emax; -
+encode: adding a power of two whose last fp32 mantissa bit is the element's grid step makes the adder round to the grid
+  (nearest even); the low bits of the sum are then the number of steps, `torch.round(x / grid)` of the reference;
+- decode: the code's exponent and mantissa moved into an fp32, subnormals converted as integers, times the scale.
+
+Arrays are [batch, rows, columns], C-contiguous. Work is counted in units of one batch entry's 32 rows, so that any
+split over threads gives the same bytes. No function here takes the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+BLOCK = 32
+MAX_COLUMNS = 8192  # 32 rows of so many bf16 are 512 KiB: they stay in the L2 cache between two passes over them
+ROWS, COLUMNS, TILES = 1, 2, 4  # how blocks lie: 1x32, 32x1, 32x32; quantize also takes ROWS + COLUMNS
+BF16_INFINITY = 0x7F80
+
+_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+def _vector(scalar: ir.Type) -> ir.VectorType:
+    return ir.VectorType(scalar, BLOCK)
+
+
+def _constant(scalar: ir.Type, value: int) -> ir.Constant:
+    return ir.Constant(_vector(scalar), [value] * BLOCK)
+
+
+def _splat(builder, value):
+    undefined = ir.Constant(_vector(value.type), ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, _constant(_I32, 0))
+
+
+def _address(context, builder, array_type, array, index, scalar: ir.Type):
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), _vector(scalar).as_pointer())
+
+
+def _per_element(context, builder, value_type, value, index):
+    """An fp32 vector: 32 entries of an array from `index`, or one number repeated."""
+    if isinstance(value_type, types.Array):
+        return builder.load(_address(context, builder, value_type, value, index, _F32), align=4)
+    return _splat(builder, value)
+
+
+@intrinsic
+def block_amax(typing_context, x, at):
+    """Return the largest magnitude, as bf16 bits, of the 32 numbers x[at:at+32]."""
+
+    def generate(context, b, signature, args):
+        bits = b.load(_address(context, b, x, *args, _I16), align=2)
+        name = "llvm.vector.reduce.umax.v32i16"
+        reduce = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(_I16, [bits.type]), name)
+        return b.call(reduce, [b.and_(bits, _constant(_I16, 0x7FFF))])
+
+    return types.uint16(x, types.intp), generate
+
+
+@intrinsic
+def encode_block(
+    typing_context, x, at, factor, factor_at, codes, codes_at, mantissa_bits, min_exponent, sign_shift, top
+):
+    """Write the codes of x[at:at+32] * factor to codes[codes_at:]. `factor` is a number or an array.
+
+    min_exponent: biased fp32 exponent of the smallest normal. sign_shift: 16 - bits of a code. top: largest element.
+    """
+
+    def generate(context, b, signature, args):
+        bits = b.zext(b.load(_address(context, b, x, args[0], args[1], _I16), align=2), _vector(_I32))
+        mantissa_v, min_exponent_v, sign_shift_v, top_v = (_splat(b, a) for a in args[6:10])
+        shift_to_exponent = _constant(_I32, 23)
+        magnitude = b.bitcast(b.shl(b.and_(bits, _constant(_I32, 0x7FFF)), _constant(_I32, 16)), _vector(_F32))
+        magnitude = b.fmul(magnitude, _per_element(context, b, factor, args[2], args[3]))
+        magnitude = b.select(b.fcmp_ordered("<", magnitude, top_v), magnitude, top_v)
+        exponent = b.lshr(b.bitcast(magnitude, _vector(_I32)), shift_to_exponent)
+        exponent = b.select(b.icmp_signed(">", exponent, min_exponent_v), exponent, min_exponent_v)
+        magic = b.shl(b.add(exponent, b.sub(shift_to_exponent, mantissa_v)), shift_to_exponent)
+        rounded = b.fadd(b.bitcast(magic, _vector(_F32)), magnitude)
+        steps = b.sub(b.bitcast(rounded, _vector(_I32)), magic)
+        code = b.add(b.shl(b.sub(exponent, min_exponent_v), mantissa_v), steps)
+        sign = b.lshr(b.and_(bits, _constant(_I32, 0x8000)), sign_shift_v)
+        b.store(b.trunc(b.or_(code, sign), _vector(_I8)), _address(context, b, codes, args[4], args[5], _I8), align=1)
+        return context.get_dummy_value()
+
+    factor = factor if isinstance(factor, types.Array) else types.float32
+    index, integer = types.intp, types.int32
+    signature = (x, index, factor, index, codes, index, integer, integer, integer, types.float32)
+    return types.void(*signature), generate
+
+
+@intrinsic
+def decode_block(typing_context, codes, at, factor, factor_at, out, out_at, mantissa_bits, bias, bits, largest_code):
+    """Write codes[at:at+32], decoded and times `factor`, to out[out_at:]: fp32, or bf16 bits when `out` is uint16."""
+
+    def generate(context, b, signature, args):
+        integers, floats = _vector(_I32), _vector(_F32)
+        code = b.zext(b.load(_address(context, b, codes, args[0], args[1], _I8), align=1), integers)
+        sign_mask = b.shl(ir.Constant(_I32, 1), b.sub(args[8], ir.Constant(_I32, 1)))
+        magnitude = b.and_(code, _splat(b, b.sub(sign_mask, ir.Constant(_I32, 1))))
+        shift = b.sub(ir.Constant(_I32, 23), args[6])
+        moved = b.shl(magnitude, _splat(b, shift))
+        rebias = b.shl(b.sub(ir.Constant(_I32, 127), args[7]), ir.Constant(_I32, 23))
+        normal = b.add(moved, _splat(b, rebias))
+        # Codes past the largest become exponent 255, which keeps Inf and NaN apart by their mantissa as IEEE does.
+        special = b.or_(moved, _constant(_I32, 0x7F800000))
+        smallest = b.shl(b.sub(ir.Constant(_I32, 128), b.add(args[7], args[6])), ir.Constant(_I32, 23))
+        subnormal = b.fmul(b.uitofp(magnitude, floats), _splat(b, b.bitcast(smallest, _F32)))
+        first_normal = _splat(b, b.shl(ir.Constant(_I32, 1), args[6]))
+        bits_v = b.select(b.icmp_signed("<", magnitude, first_normal), b.bitcast(subnormal, integers), normal)
+        bits_v = b.select(b.icmp_signed(">", magnitude, _splat(b, args[9])), special, bits_v)
+        value = b.fmul(b.bitcast(bits_v, floats), _per_element(context, b, factor, args[2], args[3]))
+        sign = b.shl(b.and_(code, _splat(b, sign_mask)), _splat(b, b.sub(ir.Constant(_I32, 32), args[8])))
+        result = b.or_(b.bitcast(value, integers), sign)
+        if out.dtype == types.uint16:
+            odd = b.and_(b.lshr(result, _constant(_I32, 16)), _constant(_I32, 1))
+            rounded = b.add(b.add(result, _constant(_I32, 0x7FFF)), odd)
+            result = b.trunc(b.lshr(rounded, _constant(_I32, 16)), _vector(_I16))
+            b.store(result, _address(context, b, out, args[4], args[5], _I16), align=2)
+        else:
+            b.store(result, _address(context, b, out, args[4], args[5], _I32), align=4)
+        return context.get_dummy_value()
+
+    factor = factor if isinstance(factor, types.Array) else types.float32
+    index, integer = types.intp, types.int32
+    signature = (codes, index, factor, index, out, index, integer, integer, integer, integer)
+    return types.void(*signature), generate
+
+
+@njit(nogil=True, error_model="numpy")
+def _scale_byte(amax, round_up, emax):
+    if amax >= BF16_INFINITY:
+        return np.int32(255)
+    return np.int32(max(np.int32(np.int32(np.int32(amax) + round_up) >> np.int32(7)) - emax, np.int32(0)))
+
+
+@njit(nogil=True, error_model="numpy")
+def _inverse(byte):
+    """2**(127 - byte); 0 for a NaN block, whose codes are overwritten."""
+    return np.int32(max(np.int32(254) - np.int32(byte), np.int32(0)) << np.int32(23)).view(np.float32)
+
+
+@njit(nogil=True, error_model="numpy")
+def _power(byte):
+    """2**(byte - 127), the inverse of `_inverse`: byte 0 is a subnormal, byte 255 is NaN."""
+    if byte == 0:
+        return np.int32(0x00400000).view(np.float32)
+    if byte == 255:
+        return np.float32(np.nan)
+    return np.int32(np.int32(byte) << np.int32(23)).view(np.float32)
+
+
+@njit(nogil=True, error_model="numpy")
+def _quantize_row_block(x, at, codes, round_up, emax, fmt, top, codes_at):
+    """Quantize x[at:at+32] as one block into codes[codes_at:]; return the scale byte."""
+    byte = _scale_byte(block_amax(x, at), round_up, emax)
+    encode_block(x, at, _inverse(byte), 0, codes, codes_at, fmt[0], fmt[1], fmt[2], top)
+    if byte == 255:
+        codes[codes_at : codes_at + BLOCK] = fmt[3]
+    return byte
+
+
+@njit(nogil=True, error_model="numpy")
+def _quantize_rows(x, start, count, codes, scales, scales_at, round_up, emax, fmt, top, tail_x, tail_codes):
+    """Quantize x[start:start+count], part of one row, in blocks of 32; the last one is padded with zeros."""
+    whole = count - count % BLOCK
+    for c in range(0, whole, BLOCK):
+        byte = _quantize_row_block(x, start + c, codes, round_up, emax, fmt, top, start + c)
+        scales[scales_at + c // BLOCK] = byte
+    if whole < count:
+        rest = count - whole
+        tail_x[:] = 0
+        tail_x[:rest] = x[start + whole : start + count]
+        byte = _quantize_row_block(tail_x, 0, tail_codes, round_up, emax, fmt, top, 0)
+        codes[start + whole : start + count] = tail_codes[:rest]
+        scales[scales_at + whole // BLOCK] = byte
+
+
+@njit(nogil=True, error_model="numpy")
+def _encode_columns(x, start, count, factors, codes, fmt, top, tail_x, tail_codes):
+    """Encode x[start:start+count], part of one row, with a factor for every column."""
+    whole = count - count % BLOCK
+    for c in range(0, whole, BLOCK):
+        encode_block(x, start + c, factors, c, codes, start + c, fmt[0], fmt[1], fmt[2], top)
+    if whole < count:
+        rest = count - whole
+        tail_x[:] = 0
+        tail_x[:rest] = x[start + whole : start + count]
+        encode_block(tail_x, 0, factors, whole, tail_codes, 0, fmt[0], fmt[1], fmt[2], top)
+        codes[start + whole : start + count] = tail_codes[:rest]
+
+
+@njit(nogil=True, error_model="numpy")
+def _scale_columns(amax, count, tiles, round_up, emax, scales, scales_at, factors):
+    """Turn `amax` of each column (or, with `tiles`, of each 32 columns) into scale bytes and factors; count the NaN
+    ones.
+    """
+    bad = 0
+    if tiles:
+        for c in range(0, count, BLOCK):
+            largest = np.uint16(0)
+            for i in range(c, min(c + BLOCK, count)):
+                largest = max(largest, amax[i])
+            byte = _scale_byte(largest, round_up, emax)
+            scales[scales_at + c // BLOCK] = byte
+            factors[c : c + BLOCK] = _inverse(byte)
+            bad += byte == 255
+    else:
+        for i in range(count):
+            byte = _scale_byte(amax[i], round_up, emax)
+            scales[scales_at + i] = byte
+            factors[i] = _inverse(byte)
+            bad += byte == 255
+    return bad
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def quantize_units(
+    x, row_codes, row_scales, column_codes, column_scales, first, last, layout, round_up, emax, fmt, top
+):
+    """Quantize units first..last of x [batch, rows, columns], bf16 bits as uint16.
+
+    ROWS writes row_codes (shape of x) and row_scales [batch, rows, ceil(columns / 32)]; COLUMNS writes column_codes and
+    column_scales [batch, ceil(rows / 32), columns]; TILES writes column_codes and column_scales [batch, ceil(rows /
+    32), ceil(columns / 32)]. What is not written may be any array of the right type. round_up: what to add to amax's
+    bf16 bits (int32). emax: int32. fmt: int32 [mantissa bits, biased exponent of the smallest normal, 16 - bits, NaN
+    code]. top: the largest element, fp32.
+    """
+    rows, columns = x.shape[1], x.shape[2]
+    units = (rows + BLOCK - 1) // BLOCK
+    width = min((columns + BLOCK - 1) // BLOCK * BLOCK, MAX_COLUMNS)
+    amax = np.empty(width, np.uint16)
+    factors = np.empty(width, np.float32)
+    tail_x, tail_codes = np.empty(BLOCK, np.uint16), np.empty(BLOCK, np.uint8)
+    flat, row_out, column_out = x.reshape(-1), row_codes.reshape(-1), column_codes.reshape(-1)
+    row_scales_out, column_scales_out = row_scales.reshape(-1), column_scales.reshape(-1)
+    blocks_a_row, scales_a_unit = row_scales.shape[2], column_scales.shape[2]
+    tiles = layout == TILES
+    for unit in range(first, last):
+        batch, top_row = unit // units, unit % units * BLOCK
+        row_range = range(batch * rows + top_row, batch * rows + min(top_row + BLOCK, rows))
+        for c0 in range(0, columns, width):
+            count = min(width, columns - c0)
+            if layout & ROWS:
+                for r in row_range:
+                    at = r * blocks_a_row + c0 // BLOCK
+                    start = r * columns + c0
+                    _quantize_rows(
+                        flat, start, count, row_out, row_scales_out, at, round_up, emax, fmt, top, tail_x, tail_codes
+                    )
+            if layout & (COLUMNS | TILES):
+                amax[:] = 0
+                factors[count:] = 0.0
+                for r in row_range:
+                    start = r * columns + c0
+                    for i in range(count):
+                        amax[i] = max(amax[i], np.uint16(flat[start + i] & np.uint16(0x7FFF)))
+                at = unit * scales_a_unit + (c0 // BLOCK if tiles else c0)
+                bad = _scale_columns(amax, count, tiles, round_up, emax, column_scales_out, at, factors)
+                for r in row_range:
+                    start = r * columns + c0
+                    _encode_columns(flat, start, count, factors, column_out, fmt, top, tail_x, tail_codes)
+                if bad:
+                    for i in range(count):
+                        if column_scales_out[at + (i // BLOCK if tiles else i)] == 255:
+                            for r in row_range:
+                                column_out[r * columns + c0 + i] = fmt[3]
+
+
+@njit(nogil=True, error_model="numpy")
+def _decode_row(codes, start, count, factors, per_column, out, fmt, tail_codes, tail_out):
+    """Decode codes[start:start+count], part of one row, with a factor a column or a factor every 32 columns."""
+    whole = count - count % BLOCK
+    if per_column:
+        for c in range(0, whole, BLOCK):
+            decode_block(codes, start + c, factors, c, out, start + c, fmt[0], fmt[1], fmt[2], fmt[3])
+    else:
+        for c in range(0, whole, BLOCK):
+            factor = factors[c // BLOCK]
+            decode_block(codes, start + c, factor, 0, out, start + c, fmt[0], fmt[1], fmt[2], fmt[3])
+    if whole < count:
+        rest = count - whole
+        tail_codes[:] = 0
+        tail_codes[:rest] = codes[start + whole : start + count]
+        if per_column:
+            decode_block(tail_codes, 0, factors, whole, tail_out, 0, fmt[0], fmt[1], fmt[2], fmt[3])
+        else:
+            decode_block(tail_codes, 0, factors[whole // BLOCK], 0, tail_out, 0, fmt[0], fmt[1], fmt[2], fmt[3])
+        out[start + whole : start + count] = tail_out[:rest]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def dequantize_units(codes, scales, out, first, last, layout, fmt):
+    """Decode units first..last of codes [batch, rows, columns] into out, fp32 or (uint16) bf16 bits.
+
+    fmt: int32 [mantissa bits, exponent bias, bits, largest code]. scales as `quantize_units` writes them.
+    """
+    rows, columns = codes.shape[1], codes.shape[2]
+    units = (rows + BLOCK - 1) // BLOCK
+    per_column = layout == COLUMNS
+    scales_a_row = scales.shape[2]
+    factors = np.zeros((columns + BLOCK - 1) // BLOCK * BLOCK, np.float32)
+    tail_codes, tail_out = np.empty(BLOCK, np.uint8), np.empty(BLOCK, out.dtype)
+    flat, scales_in, flat_out = codes.reshape(-1), scales.reshape(-1), out.reshape(-1)
+    for unit in range(first, last):
+        batch, top_row = unit // units, unit % units * BLOCK
+        for r in range(batch * rows + top_row, batch * rows + min(top_row + BLOCK, rows)):
+            if layout == ROWS or r == batch * rows + top_row:
+                at = (r if layout == ROWS else unit) * scales_a_row
+                for i in range(scales_a_row):
+                    factors[i] = _power(scales_in[at + i])
+            _decode_row(flat, r * columns, columns, factors, per_column, flat_out, fmt, tail_codes, tail_out)
