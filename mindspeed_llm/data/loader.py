@@ -7,7 +7,9 @@ runs of the same global batch size see the same batches in every layout.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.utils.data import DataLoader
@@ -53,8 +55,8 @@ class PretrainingLoader:
         if len(dataset) < self.global_batch_size:
             raise ConfigurationError(
                 f"--training.per_device_train_batch_size {micro_batch_size}: a step takes {self.global_batch_size}"
-                " sequences"
-                f" ({micro_batch_size} x {gradient_accumulation_steps} accumulation steps x {dp_size} ranks),"
+                " sequences ("
+                f"{micro_batch_size} x {gradient_accumulation_steps} accumulation steps x {dp_size} ranks),"
                 f" the dataset has {len(dataset)}"
             )
         self.consumed_samples = 0
@@ -71,7 +73,8 @@ class PretrainingLoader:
         if self.consumed_samples + self.global_batch_size > len(self.dataset):
             raise StopIteration
         if self.num_workers == 0:
-            step = [self._read(indices) for indices in self._micro_batches(self.consumed_samples)]
+            indices = itertools.islice(self._order(), self.accumulation)
+            step = [collate([self.dataset[i] for i in micro_batch]) for micro_batch in indices]
         else:
             if self._ahead is None:
                 self._ahead = self._read_ahead()
@@ -95,29 +98,43 @@ class PretrainingLoader:
         self.consumed_samples = consumed
         self._ahead = None
 
-    def _micro_batches(self, consumed: int) -> list[list[int]]:
-        """Sample indices of this rank for the step that begins at `consumed`."""
-        size = self.micro_batch_size
-        starts = [consumed + (a * self.dp_size + self.dp_rank) * size for a in range(self.accumulation)]
-        return [list(range(start, start + size)) for start in starts]
-
-    def _read(self, indices: list[int]) -> Batch:
-        return collate([self.dataset[i] for i in indices])
+    def _order(self) -> MicroBatches:
+        """Sample indices of this rank's micro-batches from here on."""
+        return MicroBatches(
+            range(self.consumed_samples, len(self.dataset) - self.global_batch_size + 1, self.global_batch_size),
+            [(a * self.dp_size + self.dp_rank) * self.micro_batch_size for a in range(self.accumulation)],
+            self.micro_batch_size,
+        )
 
     def _read_ahead(self) -> Iterator[Batch]:
-        last = len(self.dataset) - self.global_batch_size
-        steps = range(self.consumed_samples, last + 1, self.global_batch_size)
-        order = (indices for consumed in steps for indices in self._micro_batches(consumed))
         return iter(
             DataLoader(
                 self.dataset,
-                batch_sampler=order,
+                batch_sampler=self._order(),
                 collate_fn=collate,
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
             )
         )
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Sample indices, one list a micro-batch, `size` each.
+
+    Plain values only: were the loader reachable from here, it and the iterator that reads ahead would hold each other,
+    and worker processes would outlive a loader that is dropped.
+    """
+
+    steps: range
+    offsets: list[int]
+    size: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps:
+            for offset in self.offsets:
+                yield list(range(step + offset, step + offset + self.size))
 
 
 class EvaluationLoader:

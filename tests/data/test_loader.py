@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
 from corpora import document_lengths, write_numbered
@@ -56,6 +58,14 @@ def test_resume_goes_on_with_the_next_batch(datasets, workers):
     next(after)
     after.load_state_dict(before.state_dict())
     assert begun + [rows(step) for step in after] == whole
+
+
+def test_processes_that_read_ahead_end_with_the_loader(datasets):
+    batches = loader(datasets[0], num_workers=2)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    del batches
+    assert multiprocessing.active_children() == []
 
 
 def test_resume_in_another_layout(datasets):

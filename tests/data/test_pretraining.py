@@ -137,9 +137,9 @@ def test_held_out_documents_are_never_trained_on(tmp_path):
     border, last = int(lengths[:270].sum()), int(lengths[:291].sum())
     assert max(trained) == border - 1 and len(trained) == border
     assert validated <= set(range(border, last)) and tested <= set(range(last, len(tokens)))
-    assert inputs(valid).size == len(validated) > last - border - 9  # each once, only a rest that fills no sequence left out
-    for other in (build(str(tmp_path / "d"), split="90,7,3", seed=9), build(str(tmp_path / "d"), split="90,7,3", shuffle=False)):
-        assert (inputs(other[1]) == inputs(valid)).all()
+    assert inputs(valid).size == len(validated) > last - border - 9  # each once, but for a rest that fills no sequence
+    for options in ({"seed": 9}, {"shuffle": False}):
+        assert (inputs(build(str(tmp_path / "d"), split="90,7,3", **options)[1]) == inputs(valid)).all()
 
 
 @pytest.mark.parametrize("split", ["969,30,1", "98,2,0", "100", "1,1,1", "0,100,0", "0.5,0.25,0.25"])
@@ -161,7 +161,7 @@ def test_bad_splits(split):
 
 
 def test_a_share_without_a_document():
-    with pytest.raises(ConfigurationError, match=r"--data.split 99,1,0: 1.00% of the 10 documents .* none for validation"):
+    with pytest.raises(ConfigurationError, match=r"split 99,1,0: 1.00% of the 10 documents .* none for validation"):
         split_bounds("99,1,0", 10)
 
 
