@@ -4,8 +4,6 @@ pytest and transformers.
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -39,11 +37,9 @@ def full_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.full_tensor().clone() for name, parameter in model.state_dict().items()}
 
 
-def run(rank: int, world: int, port: int, folder: str) -> None:
-    """Initialize, run, load, run and save in every layout; rank 0 leaves the results in `folder`."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+def run(folder: str) -> dict[str, dict]:
+    """Initialize, run, load, run and save in every layout; returns, for each layout, weights and logits."""
+    results = {}
     ids = torch.arange(24).view(2, 12)
     for layout in LAYOUTS:
         model = shard(build_model(Path(folder) / "hf"), layout)
@@ -52,6 +48,5 @@ def run(rank: int, world: int, port: int, folder: str) -> None:
         load_hf_weights(model, Path(folder) / "hf")
         result |= {"loaded": full_state(model), "loaded_logits": model(ids).logits.detach()}
         save_hf_weights(model, Path(folder) / f"saved-{layout}", dtype="fp32", max_shard_bytes=60_000)
-        if rank == 0:
-            torch.save(result, Path(folder) / f"{layout}.pt")
-    dist.destroy_process_group()
+        results[layout] = result
+    return results
