@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     try:
         arguments = parse_arguments(argv, program="inference_fsdp2.py", purpose="inference")
         if (processes := Launch.from_environment().world_size) > 1:
-            raise ConfigurationError(f"WORLD_SIZE {processes}: inference runs in one process; start it without torchrun")
+            raise ConfigurationError(f"WORLD_SIZE {processes}: inference is one process, without torchrun")
         arguments.validate(1, purpose="inference")
         answer(arguments)
         return 0
