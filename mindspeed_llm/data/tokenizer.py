@@ -19,7 +19,8 @@ import numpy as np
 
 from fsdp2.errors import ConfigurationError
 
-SPACE = "\u2581"  # what sentencepiece writes for a space
+from .sentencepiece_export import SPACE, is_convertible, to_tokenizer_json
+
 # Files of a Hugging Face tokenizer that go along with tokenizer.json when it is saved.
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 # Where nothing says which token ends a text, a special token of one of these names does.
@@ -57,7 +58,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def save(self, folder: str | Path) -> None:
-        """Write the tokenizer's files into `folder` so that `load_tokenizer(folder)` gives the same tokenizer."""
+        """Write the tokenizer's files into `folder`; `load_tokenizer(folder)` gives the same ids for the same text."""
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -96,6 +97,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def save(self, folder: str | Path) -> None:
         _copy(self.path, Path(folder) / "tokenizer.model")
+        if is_convertible(self.processor):  # then transformers reads the folder too
+            to_tokenizer_json(self.processor, Path(folder))
 
 
 class HuggingFaceTokenizer(Tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -73,38 +74,38 @@ def test_mistral_sentencepiece(texts):
         assert_bytes_add_up(tokenizer, text, extra=1)  # the space that this tokenizer puts before every text
 
 
-def byte_fallback_json(folder: Path, source: Path) -> Path:
-    """The sentencepiece model `source` as a tokenizer.json, the way Llama's is: merges by score, bytes for the rest."""
-    import tokenizers
-
-    processor = SentencePieceTokenizer(source).processor
-    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-    ids = {piece: i for i, piece in enumerate(pieces)}
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in sorted(ids, key=ids.get)
-        for cut in range(1, len(piece))
-        if ids[piece] >= 260 and piece[:cut] in ids and piece[cut:] in ids
-    ]
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    backend.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
-    backend.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
-    )
-    backend.add_special_tokens(["<unk>", "<s>", "</s>", "<pad>"])
-    backend.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
+SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
 
 
-def test_byte_fallback_tokenizer_json(tokenizer_folder, texts, tmp_path):
-    tokenizer = load_tokenizer(byte_fallback_json(tmp_path, tokenizer_folder / "tokenizer.model"))
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (8192, 1, 2)  # by the usual names
-    assert (tokenizer.token_byte_lengths() == load_tokenizer(tokenizer_folder).token_byte_lengths()).all()
-    for text in texts[::40] + NASTY:
-        if not any(special in text for special in ("<unk>", "<s>", "</s>", "<pad>")):
-            assert_bytes_add_up(tokenizer, text)
+@pytest.fixture(scope="module")
+def exported(tokenizer_folder, tmp_path_factory) -> Path:
+    """The main job's tokenizer as it is exported for transformers, without the sentencepiece model."""
+    folder = tmp_path_factory.mktemp("exported")
+    load_tokenizer(tokenizer_folder).save(folder)
+    (folder / "tokenizer.model").unlink()
+    return folder
+
+
+def test_exported_sentencepiece_gives_the_same_ids(tokenizer_folder, exported, texts):
+    ours, export = load_tokenizer(tokenizer_folder), load_tokenizer(exported)
+    assert isinstance(export, HuggingFaceTokenizer)
+    assert (export.vocab_size, export.bos_id, export.eos_id) == (8192, 1, 2)
+    assert (export.token_byte_lengths() == ours.token_byte_lengths()).all()
+    for text in texts[::8] + NASTY:
+        if not any(special in text for special in SPECIAL):
+            ids = export.encode(text)
+            assert ids == ours.encode(text) and export.decode(ids) == text
+            assert_bytes_add_up(export, text)
+
+
+def test_transformers_reads_the_export(tokenizer_folder, exported, texts):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    ours = load_tokenizer(tokenizer_folder)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id) == (1, 2, 3, 0)
+    for text in texts[:3] + NASTY[:-1]:
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text
 
 
 @pytest.mark.parametrize("material", [qwen3_tokenizer, mistral_sentencepiece])
@@ -142,8 +143,9 @@ def test_bad_paths(tmp_path, tokenizer_folder):
         load_tokenizer(tmp_path)
 
 
-def test_what_the_files_beside_a_tokenizer_json_say(tokenizer_folder, tmp_path):
-    byte_fallback_json(tmp_path, tokenizer_folder / "tokenizer.model")
+def test_what_the_files_beside_a_tokenizer_json_say(exported, tmp_path):
+    shutil.copyfile(exported / "tokenizer.json", tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path).eos_id == 2  # nothing says which, so the usual name does
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": {"content": "<pad>"}, "bos_token": None}))
     tokenizer = load_tokenizer(tmp_path)
