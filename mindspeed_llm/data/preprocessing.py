@@ -98,7 +98,7 @@ def preprocess(
     from tqdm import tqdm
 
     files = find_files(inputs)
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, "--tokenizer-name-or-path")
     if append_eod and tokenizer.eos_id is None:
         raise ConfigurationError(
             f"--append-eod: tokenizer {tokenizer.path} names no end-of-text token; "

@@ -173,28 +173,24 @@ class HuggingFaceTokenizer(Tokenizer):
                 _copy(self.path.with_name(name), Path(folder) / name)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, flag: str = "--model.tokenizer_name_or_path") -> Tokenizer:
     """Read a sentencepiece `.model`, a `tokenizer.json`, or a folder that holds either (`tokenizer.json` wins, as in
-    transformers)."""
+    transformers). `flag` is how the user gave the path, for messages."""
     path = Path(path)
-    if path.is_dir():
-        return load_tokenizer(_file_in(path))
-    if not path.is_file():
+    file = _file_in(path, flag) if path.is_dir() else path
+    if not file.is_file():
         raise ConfigurationError(
-            f"--model.tokenizer_name_or_path {path}: no such file or folder; give a sentencepiece .model, a"
-            " tokenizer.json, or a folder with either"
-            " (names of a model hub are not downloaded)"
+            f"{flag} {path}: no such file or folder; give a sentencepiece .model, a tokenizer.json, or a folder with"
+            " either (names of a model hub are not downloaded)"
         )
-    if path.suffix == ".json":
-        return HuggingFaceTokenizer(path)
-    if path.suffix == ".model":
-        return SentencePieceTokenizer(path)
-    raise ConfigurationError(
-        f"--model.tokenizer_name_or_path {path}: want a sentencepiece .model or a Hugging Face tokenizer.json"
-    )
+    if file.suffix == ".json":
+        return HuggingFaceTokenizer(file)
+    if file.suffix == ".model":
+        return SentencePieceTokenizer(file)
+    raise ConfigurationError(f"{flag} {path}: want a sentencepiece .model or a Hugging Face tokenizer.json")
 
 
-def _file_in(folder: Path) -> Path:
+def _file_in(folder: Path, flag: str) -> Path:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return folder / name
@@ -203,8 +199,7 @@ def _file_in(folder: Path) -> Path:
         return models[0]
     found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
     raise ConfigurationError(
-        f"--model.tokenizer_name_or_path {folder}: the folder holds no tokenizer.json and no tokenizer.model (it"
-        f" holds: {found})"
+        f"{flag} {folder}: the folder holds no tokenizer.json and no tokenizer.model (it holds: {found})"
     )
 
 
