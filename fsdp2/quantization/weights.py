@@ -85,27 +85,69 @@ class GatherRule:
         return [along_rows if axis == -1 else along_columns for axis in axes]
 
 
-class _Gather:
-    """What FSDP2 keeps for one parameter: where to find the phase, and what to count."""
+class GradientMode:
+    """Whether the forward that gathers now will be followed by a backward. FSDP2 runs the gather hooks without
+    gradients, so a hook before its own notes it."""
 
-    def __init__(self, rule: GatherRule, fsdp_param: Any, group: Any, counters: Counters):
-        self.rule, self.fsdp_param, self.group, self.counters = rule, fsdp_param, group, counters
+    def __init__(self, model: nn.Module):
+        self.enabled = True
+        for module in torch_private.fsdp_modules(model):
+            module.register_forward_pre_hook(self._note, prepend=True)
+
+    def _note(self, *_: Any) -> None:
+        self.enabled = torch.is_grad_enabled()
+
+
+class ShardGather:
+    """The gathers of one weight's shard on this rank: which planes, quantized when, counted.
+
+    A shard is quantized once a step, along both axes in one pass: the backward gather sends what the forward gather
+    kept, and further micro-batches of the step, whose predecessors reduced no gradients, send it again. The codes are
+    dropped by the backward that reduces gradients, after which the master may change, and are never used once the
+    master was changed in place.
+    """
+
+    def __init__(self, rule: GatherRule, parameter: nn.Parameter, fsdp_param: Any, group: Any, counters: Counters, mode: GradientMode):
+        self.rule, self.parameter, self.fsdp_param, self.group = rule, parameter, fsdp_param, group
+        self.counters, self.mode = counters, mode
+        self.kept: dict[int, MXTensor] = {}
+        self.kept_versions: tuple[int, int] | None = None
+        self.kept_for_next_micro_batch = False
+
+    def planes(self, shard: Tensor, backward: bool) -> list[MXTensor]:
+        """The planes that a gather of this phase carries, from `shard` or kept from an earlier gather of the step."""
+        stays = torch_private.stays_unsharded(self.group)
+        axes = self.rule.axes(backward, stays)
+        versions = torch_private.version(self.parameter), torch_private.version(shard)
+        usable = self.kept_versions == versions and (backward or self.kept_for_next_micro_batch)
+        if not usable or not self.kept.keys() >= set(axes):
+            keeps = self.mode.enabled and not backward and not stays
+            wanted = tuple(dict.fromkeys((*axes, *self.rule.axes(True, stays)))) if keeps else axes
+            self.kept = dict(zip(wanted, self.rule.planes(shard.detach(), wanted)))
+            self.kept_versions = versions
+        planes = [self.kept[axis] for axis in axes]
+        reduces = torch_private.reduces_gradients(self.group)
+        if not backward:
+            self.kept_for_next_micro_batch = self.mode.enabled and not reduces
+        if (backward and reduces) or not self.mode.enabled or (stays and reduces):
+            self.kept, self.kept_versions = {}, None
+        return planes
 
 
 class MXShardedWeight(Tensor):
-    """This rank's shard of a weight, fp32 or bf16, quantized whenever FSDP2 gathers it. Operations on it give plain
+    """This rank's shard of a weight, fp32 or bf16, quantized when FSDP2 gathers it. Operations on it give plain
     tensors."""
 
     __torch_function__ = torch_private.plain_results
-    gather: _Gather
+    gather: ShardGather
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module: nn.Module, mp_policy):
-        """Quantize the shard for the current phase; returns (uint8 tensors to gather, the axes and sizes to rebuild
+        """The shard in the planes of the current phase; returns (uint8 tensors to gather, the axes and sizes to rebuild
         planes from)."""
         gather = self.gather
         backward = torch_private.is_backward(gather.group)
-        axes = gather.rule.axes(backward, torch_private.stays_unsharded(gather.group))
-        planes = gather.rule.planes(self.detach(), axes)
+        planes = gather.planes(self, backward)
+        axes = tuple(plane.axis for plane in planes)
         torch_private.forget_gather_outputs(gather.fsdp_param)
         tensors = [tensor for plane in planes for tensor in (plane.codes, plane.scales)]
         if torch_private.gather_group_size(gather.group) == 1:
@@ -195,6 +237,7 @@ def gather_quantized(model: nn.Module, rules: dict[str, GatherRule], counters: C
     even, whole-block shard of each (the plan decides this for all ranks alike).
     """
     fsdp_params = torch_private.gathered_params(model)
+    mode = GradientMode(model)
     modules = dict(model.named_modules())
     for name, rule in rules.items():
         module_name, _, parameter_name = name.rpartition(".")
@@ -202,5 +245,5 @@ def gather_quantized(model: nn.Module, rules: dict[str, GatherRule], counters: C
         fsdp_param, group = fsdp_params[(id(module), parameter_name)]
         parameter = getattr(module, parameter_name)
         marked = parameter.to_local().detach().as_subclass(MXShardedWeight)
-        marked.gather = _Gather(rule, fsdp_param, group, counters)
+        marked.gather = ShardGather(rule, parameter, fsdp_param, group, counters, mode)
         torch_private.replace_local_tensor(parameter, marked)

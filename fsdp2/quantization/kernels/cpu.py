@@ -71,8 +71,8 @@ def dequantize(
     codes_3d = codes.contiguous().view(size)
     scales_3d = scales.contiguous().view(_scales_size(size, layout))
     out = torch.empty(size, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-    constants = np.array([fmt.mantissa_bits, fmt.bias, fmt.bits, fmt.largest_code], np.int32)
-    planes = codes_3d.numpy(), scales_3d.numpy(), _bits(out) if dtype == torch.bfloat16 else out.numpy()
+    constants = tuple(map(np.int32, (fmt.mantissa_bits, fmt.bias, fmt.bits, fmt.largest_code)))
+    planes = _array(codes_3d), _array(scales_3d), _bits(out) if dtype == torch.bfloat16 else _array(out)
     _over_threads(size, lambda first, last: dequantize_units(*planes, first, last, layout, constants))
     return out.view(shape).to(dtype)
 
@@ -89,10 +89,9 @@ def _quantize(x: Tensor, fmt: ElementFormat, layout: int, axis: int, rule: str) 
         for part in layouts
     ]
     # A layout alone fills the pair that is its own and does not touch the other.
-    arrays = [plane.numpy() for plane in (*planes[0], *planes[-1])]
-    constants = np.array(
-        [fmt.mantissa_bits, fmt.smallest_normal_exponent + E8M0_BIAS, 16 - fmt.bits, fmt.nan_code], np.int32
-    )
+    arrays = [_array(plane) for plane in (*planes[0], *planes[-1])]
+    min_exponent = fmt.smallest_normal_exponent + E8M0_BIAS
+    constants = tuple(map(np.int32, (fmt.mantissa_bits, min_exponent, 16 - fmt.bits, fmt.nan_code)))
     numbers = np.int32(_round_up(fmt, rule)), np.int32(fmt.emax), constants, np.float32(fmt.largest)
     bits = _bits(x_3d)
     _over_threads(size, lambda first, last: quantize_units(bits, *arrays, first, last, layout, *numbers))
@@ -138,8 +137,14 @@ def _scales_size(size: tuple[int, int, int], layout: int) -> tuple[int, int, int
     return batch, rows if layout == ROWS else rows_of_blocks, columns if layout == COLUMNS else columns_of_blocks
 
 
+def _array(x: Tensor) -> np.ndarray:
+    """The memory of `x` as numpy sees it. `Tensor.numpy` would forbid resizing the storage from then on, and FSDP2
+    frees gathered weights by resizing theirs to nothing."""
+    return np.from_dlpack(x)
+
+
 def _bits(x: Tensor) -> np.ndarray:
-    return x.view(torch.int16).numpy().view(np.uint16)
+    return _array(x.view(torch.int16)).view(np.uint16)
 
 
 def _over_threads(size: tuple[int, int, int], work: Callable[[int, int], None]) -> None:

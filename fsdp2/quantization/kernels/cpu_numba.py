@@ -77,20 +77,24 @@ def encode_block(
     """
 
     def generate(context, b, signature, args):
-        bits = b.zext(b.load(_address(context, b, x, args[0], args[1], _I16), align=2), _vector(_I32))
-        mantissa_v, min_exponent_v, sign_shift_v, top_v = (_splat(b, a) for a in args[6:10])
-        shift_to_exponent = _constant(_I32, 23)
-        magnitude = b.bitcast(b.shl(b.and_(bits, _constant(_I32, 0x7FFF)), _constant(_I32, 16)), _vector(_F32))
+        bits = b.load(_address(context, b, x, args[0], args[1], _I16), align=2)
+        mantissa, min_exponent, sign_shift, top = args[6:10]
+        to_exponent = ir.Constant(_I32, 23)
+        magnitude = b.zext(b.and_(bits, _constant(_I16, 0x7FFF)), _vector(_I32))
+        magnitude = b.bitcast(b.shl(magnitude, _constant(_I32, 16)), _vector(_F32))
         magnitude = b.fmul(magnitude, _per_element(context, b, factor, args[2], args[3]))
+        top_v, min_exponent_v = _splat(b, top), _splat(b, min_exponent)
         magnitude = b.select(b.fcmp_ordered("<", magnitude, top_v), magnitude, top_v)
-        exponent = b.lshr(b.bitcast(magnitude, _vector(_I32)), shift_to_exponent)
+        exponent = b.lshr(b.bitcast(magnitude, _vector(_I32)), _splat(b, to_exponent))
         exponent = b.select(b.icmp_signed(">", exponent, min_exponent_v), exponent, min_exponent_v)
-        magic = b.shl(b.add(exponent, b.sub(shift_to_exponent, mantissa_v)), shift_to_exponent)
-        rounded = b.fadd(b.bitcast(magic, _vector(_F32)), magnitude)
-        steps = b.sub(b.bitcast(rounded, _vector(_I32)), magic)
-        code = b.add(b.shl(b.sub(exponent, min_exponent_v), mantissa_v), steps)
-        sign = b.lshr(b.and_(bits, _constant(_I32, 0x8000)), sign_shift_v)
-        b.store(b.trunc(b.or_(code, sign), _vector(_I8)), _address(context, b, codes, args[4], args[5], _I8), align=1)
+        # magic = 2**(exponent + 23 - mantissa), plus the code of the exponent in its last bits: both are linear in it.
+        slope = b.add(b.shl(ir.Constant(_I32, 1), to_exponent), b.shl(ir.Constant(_I32, 1), mantissa))
+        start = b.sub(b.shl(b.sub(to_exponent, mantissa), to_exponent), b.shl(min_exponent, mantissa))
+        magic = b.add(b.mul(exponent, _splat(b, slope)), _splat(b, start))
+        code = b.bitcast(b.fadd(b.bitcast(magic, _vector(_F32)), magnitude), _vector(_I32))
+        sign = b.lshr(b.and_(bits, _constant(_I16, 0x8000)), _splat(b, b.trunc(sign_shift, _I16)))
+        code = b.or_(b.trunc(code, _vector(_I8)), b.trunc(sign, _vector(_I8)))
+        b.store(code, _address(context, b, codes, args[4], args[5], _I8), align=1)
         return context.get_dummy_value()
 
     factor = factor if isinstance(factor, types.Array) else types.float32
@@ -139,9 +143,8 @@ def decode_block(typing_context, codes, at, factor, factor_at, out, out_at, mant
 
 @njit(nogil=True, error_model="numpy")
 def _scale_byte(amax, round_up, emax):
-    if amax >= BF16_INFINITY:
-        return np.int32(255)
-    return np.int32(max(np.int32(np.int32(np.int32(amax) + round_up) >> np.int32(7)) - emax, np.int32(0)))
+    byte = np.int32(max(np.int32(np.int32(np.int32(amax) + round_up) >> np.int32(7)) - emax, np.int32(0)))
+    return np.int32(255) if amax >= BF16_INFINITY else byte
 
 
 @njit(nogil=True, error_model="numpy")
@@ -201,27 +204,35 @@ def _encode_columns(x, start, count, factors, codes, fmt, top, tail_x, tail_code
 
 
 @njit(nogil=True, error_model="numpy")
-def _scale_columns(amax, count, tiles, round_up, emax, scales, scales_at, factors):
-    """Turn `amax` of each column (or, with `tiles`, of each 32 columns) into scale bytes and factors; count the NaN
-    ones.
-    """
-    bad = 0
-    if tiles:
-        for c in range(0, count, BLOCK):
-            largest = np.uint16(0)
-            for i in range(c, min(c + BLOCK, count)):
-                largest = max(largest, amax[i])
-            byte = _scale_byte(largest, round_up, emax)
-            scales[scales_at + c // BLOCK] = byte
-            factors[c : c + BLOCK] = _inverse(byte)
-            bad += byte == 255
-    else:
-        for i in range(count):
-            byte = _scale_byte(amax[i], round_up, emax)
-            scales[scales_at + i] = byte
-            factors[i] = _inverse(byte)
-            bad += byte == 255
-    return bad
+def _raise_amax(amax, x):
+    for i in range(x.size):
+        amax[i] = max(amax[i], np.uint16(x[i] & np.uint16(0x7FFF)))
+
+
+@njit(nogil=True, error_model="numpy")
+def _scale_all(amax, round_up, emax, scales, factors):
+    """Turn each amax into its scale byte and its factor; return the largest amax."""
+    largest = np.uint16(0)
+    for i in range(amax.size):
+        byte = _scale_byte(amax[i], round_up, emax)
+        scales[i] = byte
+        factors[i] = _inverse(byte)
+        largest = max(largest, amax[i])
+    return largest
+
+
+@njit(nogil=True, error_model="numpy")
+def _scale_tiles(amax, round_up, emax, scales, factors):
+    """As `_scale_all`, with one scale for every 32 columns."""
+    largest = np.uint16(0)
+    for tile in range(scales.size):
+        tile_amax = np.uint16(0)
+        for i in range(tile * BLOCK, min(tile * BLOCK + BLOCK, amax.size)):
+            tile_amax = max(tile_amax, amax[i])
+        scales[tile] = _scale_byte(tile_amax, round_up, emax)
+        factors[tile * BLOCK : tile * BLOCK + BLOCK] = _inverse(scales[tile])
+        largest = max(largest, tile_amax)
+    return largest
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -231,10 +242,10 @@ def quantize_units(
     """Quantize units first..last of x [batch, rows, columns], bf16 bits as uint16.
 
     ROWS writes row_codes (shape of x) and row_scales [batch, rows, ceil(columns / 32)]; COLUMNS writes column_codes and
-    column_scales [batch, ceil(rows / 32), columns]; TILES writes column_codes and column_scales [batch, ceil(rows /
-    32), ceil(columns / 32)]. What is not written may be any array of the right type. round_up: what to add to amax's
-    bf16 bits (int32). emax: int32. fmt: int32 [mantissa bits, biased exponent of the smallest normal, 16 - bits, NaN
-    code]. top: the largest element, fp32.
+    column_scales [batch, ceil(rows / 32), columns]; TILES writes column_codes and column_scales [batch,
+    ceil(rows / 32), ceil(columns / 32)]. What is not written may be any array of the right type.
+    round_up: what to add to amax's bf16 bits (int32). emax: int32. fmt: int32 (mantissa bits, biased exponent of the
+    smallest normal, 16 - bits, NaN code). top: the largest element, fp32.
     """
     rows, columns = x.shape[1], x.shape[2]
     units = (rows + BLOCK - 1) // BLOCK
@@ -251,7 +262,13 @@ def quantize_units(
         row_range = range(batch * rows + top_row, batch * rows + min(top_row + BLOCK, rows))
         for c0 in range(0, columns, width):
             count = min(width, columns - c0)
-            if layout & ROWS:
+            if layout & ROWS and count == columns and count % BLOCK == 0:  # the rows' blocks follow each other
+                start, at = row_range.start * columns, row_range.start * blocks_a_row
+                count_all = len(row_range) * columns
+                _quantize_rows(
+                    flat, start, count_all, row_out, row_scales_out, at, round_up, emax, fmt, top, tail_x, tail_codes
+                )
+            elif layout & ROWS:
                 for r in row_range:
                     at = r * blocks_a_row + c0 // BLOCK
                     start = r * columns + c0
@@ -262,17 +279,21 @@ def quantize_units(
                 amax[:] = 0
                 factors[count:] = 0.0
                 for r in row_range:
-                    start = r * columns + c0
-                    for i in range(count):
-                        amax[i] = max(amax[i], np.uint16(flat[start + i] & np.uint16(0x7FFF)))
-                at = unit * scales_a_unit + (c0 // BLOCK if tiles else c0)
-                bad = _scale_columns(amax, count, tiles, round_up, emax, column_scales_out, at, factors)
+                    _raise_amax(amax[:count], flat[r * columns + c0 : r * columns + c0 + count])
+                if tiles:
+                    at = unit * scales_a_unit + c0 // BLOCK
+                    scales = column_scales_out[at : at + (count + BLOCK - 1) // BLOCK]
+                    largest = _scale_tiles(amax[:count], round_up, emax, scales, factors)
+                else:
+                    at = unit * scales_a_unit + c0
+                    scales = column_scales_out[at : at + count]
+                    largest = _scale_all(amax[:count], round_up, emax, scales, factors)
                 for r in row_range:
                     start = r * columns + c0
                     _encode_columns(flat, start, count, factors, column_out, fmt, top, tail_x, tail_codes)
-                if bad:
+                if largest >= BF16_INFINITY:
                     for i in range(count):
-                        if column_scales_out[at + (i // BLOCK if tiles else i)] == 255:
+                        if scales[i // BLOCK if tiles else i] == 255:
                             for r in row_range:
                                 column_out[r * columns + c0 + i] = fmt[3]
 
@@ -303,7 +324,7 @@ def _decode_row(codes, start, count, factors, per_column, out, fmt, tail_codes, 
 def dequantize_units(codes, scales, out, first, last, layout, fmt):
     """Decode units first..last of codes [batch, rows, columns] into out, fp32 or (uint16) bf16 bits.
 
-    fmt: int32 [mantissa bits, exponent bias, bits, largest code]. scales as `quantize_units` writes them.
+    fmt: int32 (mantissa bits, exponent bias, bits, largest code). scales as `quantize_units` writes them.
     """
     rows, columns = codes.shape[1], codes.shape[2]
     units = (rows + BLOCK - 1) // BLOCK
