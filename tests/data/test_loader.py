@@ -48,6 +48,14 @@ def test_every_layout_has_the_same_global_batches(datasets, micro, accumulation,
     assert steps == reference and len(steps) == 7
 
 
+def test_which_samples_a_micro_batch_holds(datasets):
+    for rank in range(3):
+        step = list(loader(datasets[0], micro=2, accumulation=2, rank=rank, size=3))[1]
+        for a, batch in enumerate(step):
+            first = 12 + (a * 3 + rank) * 2
+            assert batch["input_ids"].tolist() == [datasets[0][i]["input_ids"].tolist() for i in (first, first + 1)]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resume_goes_on_with_the_next_batch(datasets, workers):
     whole = [rows(step) for step in loader(datasets[0], rank=1, size=2)]
