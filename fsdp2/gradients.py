@@ -36,15 +36,21 @@ def _shards(model: nn.Module) -> dict[tuple, list[tuple[str, Tensor]]]:
     return groups
 
 
+def _sum_of_squares(grads: list[Tensor]) -> Tensor:
+    """Sum of squares that does not depend on how rows are spread over ranks, so that clipping scales alike in every
+    layout: a row's norm is one fp32 number wherever the row lies, and fp64 adds them up (fp32 where there is no fp64).
+    """
+    wide = torch.float64 if grads[0].device.type in ("cpu", "cuda") else torch.float32
+    norms = [torch.linalg.vector_norm(grad, dim=-1) if grad.ndim > 1 else grad for grad in grads]
+    return torch.cat([norm.reshape(-1) for norm in norms]).to(wide).square().sum()
+
+
 @torch.no_grad()
 def gradient_norm(model: nn.Module) -> float:
     """Global L2 norm of all gradients, as a host number; NaN or Inf when one of them is."""
     total = 0.0
     for (mesh, sharding), shards in _shards(model).items():
-        norm = torch.nn.utils.get_total_norm([grad for _, grad in shards]).double()
-        squares = norm.square()
-        if squares.device.type not in ("cpu", "cuda"):
-            squares = squares.float()  # not every accelerator has fp64
+        squares = _sum_of_squares([grad for _, grad in shards])
         for dim in sharding:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares.item()
