@@ -4,25 +4,27 @@ A loop over 32 numbers is what LLVM's vectorizer handles worst: it unrolls the l
 reduction in it. So three intrinsics work on `<32 x ...>` vectors directly (LLVM splits them into whatever the processor
 has: AVX-512, AVX2, SSE2, NEON), and ordinary numba code walks the tensor. They compute what `reference.py` computes:
 
-- scale: the largest magnitude's bf16 bits plus `round_up`, shifted down to the exponent, are the biased scale + emax; -
-encode: adding a power of two whose last fp32 mantissa bit is the element's grid step makes the adder round to the grid
-  (nearest even); the low bits of the sum are then the number of steps, `torch.round(x / grid)` of the reference;
+- scale: the largest magnitude's bf16 bits plus `round_up`, shifted down to the exponent, are the biased scale + emax;
+- encode: adding a power of two whose last fp32 mantissa bit is the element's grid step makes the adder round to the
+  grid, nearest even; the low bits of the sum are then the number of steps, `torch.round(x / grid)` of the reference;
 - decode: the code's exponent and mantissa moved into an fp32, subnormals converted as integers, times the scale.
 
-Arrays are [batch, rows, columns], C-contiguous. Work is counted in units of one batch entry's 32 rows, so that any
-split over threads gives the same bytes. No function here takes the interpreter lock.
+Tensors are [batch, rows, columns], contiguous, and come as addresses: making numpy arrays of them would cost as much as
+a small tensor's quantization, and would keep FSDP2 from resizing their storage. Work is counted in units of one batch
+entry's 32 rows, so that any split over threads gives the same bytes. No function takes the interpreter lock.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
-BLOCK = 32
+from fsdp2.quantization.formats import MX_BLOCK as BLOCK
+from fsdp2.quantization.kernels.cpu import COLUMNS, ROWS, TILES
+
 MAX_COLUMNS = 8192  # 32 rows of so many bf16 are 512 KiB: they stay in the L2 cache between two passes over them
-ROWS, COLUMNS, TILES = 1, 2, 4  # how blocks lie: 1x32, 32x1, 32x32; quantize also takes ROWS + COLUMNS
 BF16_INFINITY = 0x7F80
 
 _I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
@@ -52,6 +54,16 @@ def _per_element(context, builder, value_type, value, index):
     if isinstance(value_type, types.Array):
         return builder.load(_address(context, builder, value_type, value, index, _F32), align=4)
     return _splat(builder, value)
+
+
+@intrinsic
+def pointer(typing_context, address, dtype):
+    """Return `address`, an integer, as a pointer to `dtype`, for `carray`."""
+
+    def generate(context, b, signature, args):
+        return b.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(dtype.instance_type)(types.intp, dtype), generate
 
 
 @intrinsic
@@ -237,40 +249,45 @@ def _scale_tiles(amax, round_up, emax, scales, factors):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def quantize_units(
-    x, row_codes, row_scales, column_codes, column_scales, first, last, layout, round_up, emax, fmt, top
+    x, row_codes, row_scales, column_codes, column_scales, size, first, last, layout, round_up, emax, fmt, top
 ):
-    """Quantize units first..last of x [batch, rows, columns], bf16 bits as uint16.
+    """Quantize units first..last of x [batch, rows, columns], bf16.
 
     ROWS writes row_codes (shape of x) and row_scales [batch, rows, ceil(columns / 32)]; COLUMNS writes column_codes and
     column_scales [batch, ceil(rows / 32), columns]; TILES writes column_codes and column_scales [batch,
-    ceil(rows / 32), ceil(columns / 32)]. What is not written may be any array of the right type.
+    ceil(rows / 32), ceil(columns / 32)], all uint8. What is not written may be any address.
     round_up: what to add to amax's bf16 bits (int32). emax: int32. fmt: int32 (mantissa bits, biased exponent of the
     smallest normal, 16 - bits, NaN code). top: the largest element, fp32.
     """
-    rows, columns = x.shape[1], x.shape[2]
+    batches, rows, columns = size
     units = (rows + BLOCK - 1) // BLOCK
-    width = min((columns + BLOCK - 1) // BLOCK * BLOCK, MAX_COLUMNS)
+    column_blocks = (columns + BLOCK - 1) // BLOCK
+    width = min(column_blocks * BLOCK, MAX_COLUMNS)
     amax = np.empty(width, np.uint16)
     factors = np.empty(width, np.float32)
     tail_x, tail_codes = np.empty(BLOCK, np.uint16), np.empty(BLOCK, np.uint8)
-    flat, row_out, column_out = x.reshape(-1), row_codes.reshape(-1), column_codes.reshape(-1)
-    row_scales_out, column_scales_out = row_scales.reshape(-1), column_scales.reshape(-1)
-    blocks_a_row, scales_a_unit = row_scales.shape[2], column_scales.shape[2]
     tiles = layout == TILES
+    scales_a_unit = column_blocks if tiles else columns
+    elements = batches * rows * columns
+    flat = carray(pointer(x, np.uint16), elements)
+    row_out = carray(pointer(row_codes, np.uint8), elements)
+    row_scales_out = carray(pointer(row_scales, np.uint8), batches * rows * column_blocks)
+    column_out = carray(pointer(column_codes, np.uint8), elements)
+    column_scales_out = carray(pointer(column_scales, np.uint8), batches * units * scales_a_unit)
     for unit in range(first, last):
         batch, top_row = unit // units, unit % units * BLOCK
         row_range = range(batch * rows + top_row, batch * rows + min(top_row + BLOCK, rows))
         for c0 in range(0, columns, width):
             count = min(width, columns - c0)
             if layout & ROWS and count == columns and count % BLOCK == 0:  # the rows' blocks follow each other
-                start, at = row_range.start * columns, row_range.start * blocks_a_row
+                start, at = row_range.start * columns, row_range.start * column_blocks
                 count_all = len(row_range) * columns
                 _quantize_rows(
                     flat, start, count_all, row_out, row_scales_out, at, round_up, emax, fmt, top, tail_x, tail_codes
                 )
             elif layout & ROWS:
                 for r in row_range:
-                    at = r * blocks_a_row + c0 // BLOCK
+                    at = r * column_blocks + c0 // BLOCK
                     start = r * columns + c0
                     _quantize_rows(
                         flat, start, count, row_out, row_scales_out, at, round_up, emax, fmt, top, tail_x, tail_codes
@@ -321,18 +338,22 @@ def _decode_row(codes, start, count, factors, per_column, out, fmt, tail_codes, 
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def dequantize_units(codes, scales, out, first, last, layout, fmt):
-    """Decode units first..last of codes [batch, rows, columns] into out, fp32 or (uint16) bf16 bits.
+def dequantize_units(codes, scales, out, out_dtype, size, first, last, layout, fmt):
+    """Decode units first..last of codes [batch, rows, columns] into `out`: fp32, or bf16 when out_dtype is np.uint16.
 
     fmt: int32 (mantissa bits, exponent bias, bits, largest code). scales as `quantize_units` writes them.
     """
-    rows, columns = codes.shape[1], codes.shape[2]
+    batches, rows, columns = size
     units = (rows + BLOCK - 1) // BLOCK
+    column_blocks = (columns + BLOCK - 1) // BLOCK
     per_column = layout == COLUMNS
-    scales_a_row = scales.shape[2]
-    factors = np.zeros((columns + BLOCK - 1) // BLOCK * BLOCK, np.float32)
-    tail_codes, tail_out = np.empty(BLOCK, np.uint8), np.empty(BLOCK, out.dtype)
-    flat, scales_in, flat_out = codes.reshape(-1), scales.reshape(-1), out.reshape(-1)
+    scales_a_row = columns if per_column else column_blocks
+    factors = np.zeros(column_blocks * BLOCK, np.float32)
+    tail_codes, tail_out = np.empty(BLOCK, np.uint8), np.empty(BLOCK, out_dtype)
+    elements = batches * rows * columns
+    flat = carray(pointer(codes, np.uint8), elements)
+    flat_out = carray(pointer(out, out_dtype), elements)
+    scales_in = carray(pointer(scales, np.uint8), batches * (rows if layout == ROWS else units) * scales_a_row)
     for unit in range(first, last):
         batch, top_row = unit // units, unit % units * BLOCK
         for r in range(batch * rows + top_row, batch * rows + min(top_row + BLOCK, rows)):
