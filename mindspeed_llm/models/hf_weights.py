@@ -179,6 +179,7 @@ def save_hf_weights(
         pending[disk_name] = tensor
     if writes:
         _write(pending, target / current)
+        _remove_stale(target, files)
         if len(files) > 1:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": plan}
             _write_text(target / INDEX_FILE, json.dumps(index, indent=2))
@@ -221,6 +222,14 @@ def _full_tensors(model: nn.Module, dtype: torch.dtype, keep: bool) -> Iterator[
             # a copy of its own: the whole may be the parameter itself, and a view would keep all experts alive
             part = whole if expert is None else whole[expert, :, column : column + width].t()
             yield disk_name, part.clone(memory_format=torch.contiguous_format)
+
+
+def _remove_stale(folder: Path, files: list[str]) -> None:
+    """Drop the weights of an earlier save: its index would win over a single new file, its other files mislead."""
+    (folder / INDEX_FILE).unlink(missing_ok=True)
+    for path in [folder / SINGLE_FILE, *folder.glob("model-*-of-*.safetensors")]:
+        if path.name not in files:
+            path.unlink(missing_ok=True)
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:

@@ -53,6 +53,18 @@ def test_bf16_is_the_default_on_disk_and_masters_are_kept_in_fp32(tmp_path):
     assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"].float())
 
 
+def test_saving_again_replaces_the_earlier_weights(tmp_path):
+    model = build_model(tiny_config("qwen3"), device="cpu")
+    for seed, max_shard_bytes in ((1, 50_000), (2, 10**9), (3, 100_000), (4, 50_000)):
+        initialize_weights(model, seed)
+        save_hf_weights(model, tmp_path, dtype="fp32", max_shard_bytes=max_shard_bytes)
+        again = build_model(tmp_path, device="cpu")
+        load_hf_weights(again, tmp_path)
+        assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+        on_disk = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+        assert len(on_disk) == sum(len(load_file(file)) for file in tmp_path.glob("*.safetensors"))
+
+
 def test_a_sharded_folder_of_transformers_loads(tmp_path):
     theirs = save_reference("qwen3_moe", tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
