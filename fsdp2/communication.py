@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import torch_private
+from fsdp2.quantization.mx import MXTensor, quantize
+
+PHASES = ("forward", "backward")
 
 
 class Counters:
-    """Bytes this rank sent since the last `take`, and the largest total of gathered parameters alive at once.
+    """What this rank sent since the last `take`, and the largest total of gathered parameters alive at once.
 
     `all_gather_bytes_*` count whole gathers; the `_quantized` part is what quantized weights sent in them, and
     `quantized_elements` how many weight elements that was, from which the bytes of the same gathers in bf16 follow.
@@ -29,11 +32,17 @@ class Counters:
         self._reset()
 
     def _reset(self) -> None:
-        self.all_gather_bytes = {"forward": 0, "backward": 0}
+        self.sent: dict[tuple[str, str], list[int]] = {}  # (collective and phase, dtype on the wire) -> [calls, bytes]
         self.quantized_bytes = {"forward": 0, "backward": 0}
         self.quantized_elements = 0
-        self.reduce_scatter_bytes = 0
+        self.weights_quantized = 0
         self.unsharded_bytes_peak = 0
+
+    def add(self, collective: str, sent: Tensor) -> None:
+        """This rank hands `sent` to one call of `collective` ("all_gather_forward", "reduce_scatter", ...)."""
+        count = self.sent.setdefault((collective, str(sent.dtype).removeprefix("torch.")), [0, 0])
+        count[0] += 1
+        count[1] += sent.nbytes
 
     def add_quantized_gather(self, phase: str, sent: int, elements: int) -> None:
         """A quantized weight contributed `sent` bytes for `elements` values of its shard to a gather of `phase`."""
@@ -44,21 +53,27 @@ class Counters:
         """Look at the gathered parameters alive now; `copying_out` is a group whose gather is being copied out and does
         not call itself unsharded yet."""
         alive = sum(
-            torch_private.live_gathered_bytes(g)
-            for g in self._groups
-            if g is copying_out or torch_private.is_unsharded(g)
+            torch_private.live_gathered_bytes(group)
+            for group in self._groups
+            if group is copying_out or torch_private.is_unsharded(group)
         )
         self.unsharded_bytes_peak = max(self.unsharded_bytes_peak, alive)
 
+    def _total(self, collective: str, what: int) -> int:
+        return sum(count[what] for (name, _), count in self.sent.items() if name == collective)
+
     def take(self) -> dict[str, int]:
         """The counts by the names of `metrics.jsonl`, and start again from zero."""
-        total = sum(self.all_gather_bytes.values())
-        counts = {f"all_gather_bytes_{phase}": self.all_gather_bytes[phase] for phase in ("forward", "backward")}
-        counts |= {
-            f"all_gather_bytes_{phase}_quantized": self.quantized_bytes[phase] for phase in ("forward", "backward")
-        }
-        counts["all_gather_bytes_if_bf16"] = total - sum(self.quantized_bytes.values()) + 2 * self.quantized_elements
-        counts["reduce_scatter_bytes"] = self.reduce_scatter_bytes
+        counts = {}
+        for what, unit in enumerate(("calls", "bytes")):
+            counts |= {f"all_gather_{unit}_{phase}": self._total(f"all_gather_{phase}", what) for phase in PHASES}
+            counts |= {f"{name}_{unit}": self._total(name, what) for name in ("reduce_scatter", "all_reduce")}
+        for (name, dtype), (_, sent) in sorted(self.sent.items()):
+            counts[f"sent_{dtype}_bytes_{name}"] = sent
+        counts |= {f"all_gather_bytes_{phase}_quantized": self.quantized_bytes[phase] for phase in PHASES}
+        gathered = counts["all_gather_bytes_forward"] + counts["all_gather_bytes_backward"]
+        counts["all_gather_bytes_if_bf16"] = gathered - sum(self.quantized_bytes.values()) + 2 * self.quantized_elements
+        counts["weights_quantized"] = self.weights_quantized
         counts["unsharded_bytes_peak"] = self.unsharded_bytes_peak
         self._reset()
         return counts
@@ -76,37 +91,79 @@ class CountedAllGather(_Allocates):
         self._counters, self._group = counters, group
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
-        phase = "backward" if torch_private.is_backward(self._group) else "forward"
-        self._counters.all_gather_bytes[phase] += input_tensor.nbytes
+        self._counters.add(
+            f"all_gather_{'backward' if torch_private.is_backward(self._group) else 'forward'}", input_tensor
+        )
         self._counters.sample_unsharded()
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class CountedReduceScatter(_Allocates):
-    """FSDP2's reduce-scatter of one parameter group, counted."""
+    """FSDP2's reduce-scatter of one parameter group, counted, with the all-reduce over replicas that follows it."""
 
-    def __init__(self, counters: Counters):
-        self._counters = counters
+    def __init__(self, counters: Counters, replicated: bool):
+        self._counters, self._replicated = counters, replicated
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op: bool = False
     ):
-        self._counters.reduce_scatter_bytes += input_tensor.nbytes
-        return dist.reduce_scatter_single(
-            output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
-        )
+        work = self.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+        if self._replicated:
+            self._counters.add("all_reduce", output_tensor)
+        return work
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op, async_op: bool):
+        """Sum `input` [ranks * n] over `group`; this rank's part goes to `output` [n]."""
+        self._counters.add("reduce_scatter", input)
+        return dist.reduce_scatter_single(output=output, input=input, group=group, op=op, async_op=async_op)
 
 
-def count_communication(model: nn.Module) -> Counters:
-    """Send every collective of the FSDP units of `model` through counted ones, and keep their counters on the model."""
+class QuantizedReduceScatter(CountedReduceScatter):
+    """Gradients travel as E4M3 codes with an E8M0 scale per 32 values: 1.03125 bytes an element, where fp32 takes 4.
+
+    Every rank quantizes each owner's part once and sends it in one all-to-all; the owner adds the dequantized parts and
+    its own, exact one, in fp32 and in the order of the ranks. Nothing is quantized twice, so the error does not grow
+    with the number of ranks. The scale is rounded up (`rceil`): a saturated gradient would be a biased one.
+    """
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op, async_op: bool):
+        """As `CountedReduceScatter.reduce_scatter`; `op` is SUM or AVG."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise NotImplementedError(f"a low-precision reduce-scatter adds or averages, it cannot {op}")
+        ranks, mine = group.size(), group.rank()
+        parts = input.view(ranks, -1)
+        quantized = quantize(parts, scale_rule="rceil")
+        sent = torch.cat([quantized.codes, quantized.scales], dim=1)
+        received = torch.empty_like(sent)
+        self._counters.add("reduce_scatter", sent)
+        dist.all_to_all_single(received, sent, group=group)
+        codes, scales = received.split([quantized.codes.shape[1], quantized.scales.shape[1]], dim=1)
+        total = torch.zeros_like(output, dtype=torch.float32)
+        for rank in range(ranks):
+            if rank == mine:
+                total += parts[mine]
+            else:
+                total += MXTensor(codes[rank], scales[rank], "E4M3", (1, 32), -1, output.shape).dequantize(
+                    torch.float32
+                )
+        output.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
+
+
+def count_communication(model: nn.Module, reduce_scatter: str = "none", replicated: bool = False) -> Counters:
+    """Send every collective of the FSDP units of `model` through counted ones, and keep their counters on the model.
+
+    Args:
+        reduce_scatter: "none" reduces gradients in FSDP2's reduce dtype, "mxfp8" sends them quantized.
+        replicated: parameters are replicated too (hybrid sharding), so that an all-reduce follows each reduce-scatter.
+    """
     model.communication_counters = counters = Counters(list(torch_private.param_groups(model)))
-    for module in model.modules():
-        if isinstance(module, torch_private.FSDPModule):
-            for group in torch_private.own_param_groups(module):
-                module.set_custom_all_gather(CountedAllGather(counters, group))
-                module.set_custom_reduce_scatter(CountedReduceScatter(counters))
-            # FSDP's own pre-hook gathers; ours is registered after it and sees the result.
-            module.register_forward_pre_hook(lambda *_: counters.sample_unsharded())
+    reduce_scatter_class = QuantizedReduceScatter if reduce_scatter == "mxfp8" else CountedReduceScatter
+    for module in torch_private.fsdp_modules(model):
+        for group in torch_private.own_param_groups(module):
+            module.set_custom_all_gather(CountedAllGather(counters, group))
+            module.set_custom_reduce_scatter(reduce_scatter_class(counters, replicated))
+        # FSDP's own pre-hook gathers; ours is registered after it and sees the result.
+        module.register_forward_pre_hook(lambda *_: counters.sample_unsharded())
     return counters
 
 

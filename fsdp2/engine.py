@@ -147,7 +147,7 @@ def _give_storage(model: nn.Module, device: torch.device) -> None:
 
 
 def _gather_low_precision(model: nn.Module, plan: ParallelPlan, gathers: list[WeightGather]) -> None:
-    counters = count_communication(model)
+    counters = count_communication(model, plan.low_precision_reduce_scatter, plan.dp_replicate_size > 1)
     rules = {f"{gather.decision.module}.weight": gather.rule(plan) for gather in gathers if gather.low_precision}
     if rules:
         from fsdp2.quantization.weights import gather_quantized

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bf16", "fp16", "fp32")
 GATHER_MODES = ("on-demand", "all")
+REDUCE_SCATTERS = ("none", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class ParallelPlan:
         param_dtype, reduce_dtype: of computation and gathers, of the gradient reduction; masters stay fp32.
         num_to_forward_prefetch, num_to_backward_prefetch: gathers issued ahead of use; 0 leaves it to FSDP2.
         quantization: None for none.
+        low_precision_reduce_scatter: "none" reduces gradients in reduce_dtype, "mxfp8" sends them as MX codes.
     """
 
     world_size: int
@@ -75,6 +77,7 @@ class ParallelPlan:
     num_to_forward_prefetch: int = 1
     num_to_backward_prefetch: int = 1
     quantization: QuantizationPlan | None = None
+    low_precision_reduce_scatter: str = "none"
 
     def check_sizes(self) -> None:
         """Refuse values that cannot work, without looking at a model.
@@ -94,6 +97,11 @@ class ParallelPlan:
         ):
             if value < 0:
                 raise ConfigurationError(f"--parallel.{flag} {value}: must be 0 or more")
+        if self.low_precision_reduce_scatter not in REDUCE_SCATTERS:
+            raise ConfigurationError(
+                f"--parallel.low_precision_reduce_scatter '{self.low_precision_reduce_scatter}': allowed are "
+                f"{', '.join(REDUCE_SCATTERS)}{nearest(self.low_precision_reduce_scatter, REDUCE_SCATTERS)}"
+            )
         if self.quantization and self.quantization.all_gather_mode not in GATHER_MODES:
             mode = self.quantization.all_gather_mode
             raise ConfigurationError(
@@ -217,7 +225,7 @@ def describe(model: nn.Module, plan: ParallelPlan) -> str:
         f"sharded over {plan.fsdp_size}, replicated over {plan.dp_replicate_size}; "
         f"{per_rank * 4 / 2**20:,.1f} MiB of fp32 masters a rank, {per_rank * 8 / 2**20:,.1f} MiB of AdamW state",
         f"  units gathered as one: {len(match_modules(model, plan.fsdp_modules))} + root; "
-        f"compute {plan.param_dtype}, reduce {plan.reduce_dtype}; "
+        f"compute {plan.param_dtype}, reduce {_reduction(plan)}; "
         f"weights {'are freed after forward' if plan.reshard_after_forward else 'stay gathered until backward'}; "
         f"recompute {', '.join(plan.recompute_modules) if plan.recompute else 'off'}",
     ]
@@ -251,6 +259,12 @@ def describe(model: nn.Module, plan: ParallelPlan) -> str:
                 "forward gathers stay at one"
             )
     return "\n".join(lines)
+
+
+def _reduction(plan: ParallelPlan) -> str:
+    return (
+        plan.reduce_dtype if plan.low_precision_reduce_scatter == "none" else f"in {plan.low_precision_reduce_scatter}"
+    )
 
 
 def _grouped(what: str, reasons: list[tuple[str, str]]) -> list[str]:

@@ -24,6 +24,11 @@ CHECKED_WITH = ("2.13",)
 plain_results = torch._C._disabled_torch_function_impl
 
 
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The FSDP units inside `model`, itself included."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def own_param_groups(module: FSDPModule) -> list[Any]:
     """The parameter groups of one FSDP unit, each of which is gathered and reduced by one collective; none when its
     children own all parameters."""
@@ -32,9 +37,8 @@ def own_param_groups(module: FSDPModule) -> list[Any]:
 
 def param_groups(model: nn.Module) -> Iterator[Any]:
     """The parameter groups of every FSDP unit inside `model`."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from own_param_groups(module)
+    for module in fsdp_modules(model):
+        yield from own_param_groups(module)
 
 
 def gathered_params(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
@@ -56,6 +60,16 @@ def is_backward(group: Any) -> bool:
 def stays_unsharded(group: Any) -> bool:
     """Whether `group` keeps its gathered parameters between forward and backward, so that one gather serves both."""
     return not group._reshard_after_forward
+
+
+def reduces_gradients(group: Any) -> bool:
+    """Whether the backward of the current micro-batch reduces the gradients of `group`: the last one of a step does."""
+    return group.reduce_grads
+
+
+def version(tensor: Tensor) -> int:
+    """How often `tensor` or a view of it was changed in place, as autograd counts it."""
+    return tensor._version
 
 
 def gather_group_size(group: Any) -> int:

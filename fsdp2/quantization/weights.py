@@ -107,7 +107,15 @@ class ShardGather:
     master was changed in place.
     """
 
-    def __init__(self, rule: GatherRule, parameter: nn.Parameter, fsdp_param: Any, group: Any, counters: Counters, mode: GradientMode):
+    def __init__(
+        self,
+        rule: GatherRule,
+        parameter: nn.Parameter,
+        fsdp_param: Any,
+        group: Any,
+        counters: Counters,
+        mode: GradientMode,
+    ):
         self.rule, self.parameter, self.fsdp_param, self.group = rule, parameter, fsdp_param, group
         self.counters, self.mode = counters, mode
         self.kept: dict[int, MXTensor] = {}
@@ -121,10 +129,11 @@ class ShardGather:
         versions = torch_private.version(self.parameter), torch_private.version(shard)
         usable = self.kept_versions == versions and (backward or self.kept_for_next_micro_batch)
         if not usable or not self.kept.keys() >= set(axes):
-            keeps = self.mode.enabled and not backward and not stays
+            keeps = self.mode.enabled and not backward
             wanted = tuple(dict.fromkeys((*axes, *self.rule.axes(True, stays)))) if keeps else axes
             self.kept = dict(zip(wanted, self.rule.planes(shard.detach(), wanted)))
             self.kept_versions = versions
+            self.counters.weights_quantized += 1
         planes = [self.kept[axis] for axis in axes]
         reduces = torch_private.reduces_gradients(self.group)
         if not backward:

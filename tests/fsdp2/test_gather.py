@@ -122,4 +122,5 @@ def test_one_uneven_hybrid_and_accumulated(world):
     if world == 4:
         once, accumulated = (ranks[0][1, n]["on-demand"]["counts"] for n in (1, 3))
         assert accumulated["reduce_scatter_bytes"] == once["reduce_scatter_bytes"] > 0  # once a step, whatever it takes
+        assert accumulated["weights_quantized"] == once["weights_quantized"] > 0  # so are the shards quantized
         assert accumulated["all_gather_bytes_forward"] == 3 * once["all_gather_bytes_forward"]
