@@ -16,6 +16,17 @@ from fsdp2.errors import ConfigurationError, nearest
 E8M0_BIAS = 127  # a scale byte b stands for 2**(b - 127); byte 0 is 2**-127, no zero and no infinity
 E8M0_NAN = 255
 MX_BLOCK = 32
+WHOLE = -1  # a block length: the whole dimension
+BlockShape = tuple[int, int]  # (rows, columns), the columns along the axis that the blocks follow
+SCALE_FORMATS: dict[BlockShape, str] = {  # "E8M0": a power of two, a byte; "FP32": amax / largest, four bytes
+    (1, 32): "E8M0",
+    (32, 32): "E8M0",
+    (1, 128): "FP32",
+    (128, 128): "FP32",
+    (WHOLE, WHOLE): "FP32",
+    (1, WHOLE): "FP32",
+}
+SMALLEST_AMAX = 2.0**-110  # of an fp32-scaled block: smaller ones are scaled as if it were this, so nothing overflows
 FP32_MANTISSA_BITS = 23
 
 
@@ -103,6 +114,20 @@ def element_format(name: str) -> ElementFormat:
         )
     known = ", ".join(ELEMENT_FORMATS)
     raise ConfigurationError(f"unknown element format '{name}'; known are {known}{nearest(key, ELEMENT_FORMATS)}")
+
+
+def check_block_shape(block_shape: tuple[int, ...], fmt: ElementFormat) -> BlockShape:
+    """Return `block_shape` as a tuple when blocks of it hold elements of `fmt`, else raise `ConfigurationError`."""
+    block = tuple(block_shape)
+    if block not in SCALE_FORMATS:
+        known = ", ".join(str(known) for known in SCALE_FORMATS)
+        raise ConfigurationError(f"block_shape {block} is not supported; known are {known} (-1: the whole dimension)")
+    if SCALE_FORMATS[block] == "FP32" and fmt.bits != 8:
+        raise ConfigurationError(
+            f"element format {fmt.name} with block_shape {block}: fp32 scales go with E4M3 and E5M2 only; "
+            f"use blocks (1, 32) or (32, 32)"
+        )
+    return block
 
 
 def check_scale_rule(rule: str) -> str:

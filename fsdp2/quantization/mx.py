@@ -8,6 +8,7 @@ tensor, a backward GEMM the other), and the `MXTensor` they return.
     q = quantize(x)                       # 1x32 blocks along the last axis, E4M3
     y = q.dequantize(torch.bfloat16)      # x, rounded
 
+The same door leads to 8-bit floats with fp32 scales, for blocks of 128 and for whole rows, columns and tensors.
 Whatever backend runs, the bytes are those of `kernels/reference.py`.
 """
 
@@ -15,47 +16,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from fsdp2.errors import ConfigurationError
 from fsdp2.quantization import formats
+from fsdp2.quantization.formats import BlockShape, ElementFormat
 from fsdp2.quantization.kernels import backend_for_device, backend_module
-
-MX_BLOCK_SHAPES = ((1, formats.MX_BLOCK), (formats.MX_BLOCK, formats.MX_BLOCK))
 
 
 @dataclass(eq=False)
 class MXTensor:
-    """A quantized tensor: element codes and one scale a block. Wraps the planes it is given, without a copy, so
-    gathered bytes can be used as is.
+    """A quantized tensor: element codes and one scale a block.
 
-    codes: uint8, the original shape; E2M1 packs two along the last dimension ([..., ceil(C / 2)], the first in the low
-    nibble). scales: uint8 E8M0. Blocks (1, 32) along `axis`: the original shape with `axis` shortened to ceil(n / 32);
-    tiles (32, 32): the last two
-        dimensions shortened so. Byte b is 2**(b - 127); 255 is NaN and makes the whole block NaN.
-    element_format: "E4M3", "E5M2", "E3M2", "E2M3" or "E2M1".   block_shape: (1, 32) or (32, 32). axis: the dimension
-    the blocks run along (negative counts from the end; no meaning for tiles).   shape: the original shape.
+    It wraps the planes it is given, without a copy, so that gathered bytes can be used as they are.
+
+    Attributes:
+        codes: uint8, in the original shape. E2M1 packs two along the last dimension ([..., ceil(C / 2)], the first in
+            the low nibble).
+        scales: one a block. Blocks (1, n) along `axis`: the original shape with `axis` shortened to ceil(size / n);
+            tiles (n, n): the last two dimensions shortened so. uint8 for blocks of 32: byte b is 2**(b - 127), 255 is
+            NaN and makes its block NaN. fp32 for the others.
+        element_format: "E4M3", "E5M2", "E3M2", "E2M3" or "E2M1".
+        block_shape: a key of `formats.SCALE_FORMATS`.
+        axis: the dimension the blocks run along (negative counts from the end; without meaning for tiles).
+        shape: the original shape.
     """
 
     codes: Tensor
     scales: Tensor
     element_format: str
-    block_shape: tuple[int, int]
+    block_shape: BlockShape
     axis: int
     shape: torch.Size
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, *, backend: str | None = None) -> Tensor:
-        """Return the numbers as `dtype` (bf16 or fp32), in the original shape: `element * 2**s`, exact in fp32 and
-        rounded once to bf16.
+        """Return the numbers in the original shape as `dtype`: `element * scale`, in fp32, rounded once to `dtype`.
 
-        A block scaled up next to the top of the fp32 range can hold values of 2**128, which are Inf in both types.
+        With E8M0 scales the product is exact in fp32. Rounding up next to the end of fp32's range can make it 2**128,
+        which is Inf in fp32 and bf16.
         """
         kernels = backend_module(backend or backend_for_device(self.codes.device.type))
         fmt = formats.element_format(self.element_format)
         axis = self.axis % len(self.shape)
-        return kernels.dequantize(self.codes, self.scales, fmt, self.block_shape, axis, self.shape, dtype)
+        return kernels.dequantize(self.codes, self.scales, fmt, tuple(self.block_shape), axis, self.shape, dtype)
 
     @property
     def nbytes(self) -> int:
@@ -70,21 +75,39 @@ def quantize(
     block_shape: Sequence[int] = (1, formats.MX_BLOCK),
     axis: int = -1,
     scale_rule: str = "floor",
+    amax: Tensor | None = None,
     backend: str | None = None,
 ) -> MXTensor:
-    """Quantize `x` (floating point, any shape and strides, on any device) in blocks along `axis`, or in (32, 32) tiles
-    of the last two dimensions.
+    """Quantize `x` in blocks along `axis`, or in square tiles of its last two dimensions.
 
-    fp32 (and fp16, fp64) input is rounded to bf16 first, so that quantizing a master weight and quantizing its bf16
-    copy agree bit for bit. A dimension that is no multiple of 32 is padded with zeros inside the kernel. NaN or Inf in
-    a block gives scale 255: the block is NaN. `backend` forces one of `kernels.BACKENDS`; by default the device of `x`
-    decides. Raises `ConfigurationError` for an unknown format, rule or backend, a block shape that is not built, or a
-    backend that cannot run.
+    fp32 (fp16, fp64) input is rounded to bf16 first, so that quantizing a master weight and quantizing its bf16 copy
+    agree bit for bit. A dimension that is no multiple of the block is padded with zeros inside the kernel. NaN or Inf
+    in a block makes the whole block NaN.
+
+    Args:
+        x: floating point, any shape, strides and device.
+        element_format: "E4M3", "E5M2", "E3M2", "E2M3" or "E2M1".
+        block_shape: (1, 32) and (32, 32) have E8M0 scales, (1, 128), (128, 128), (1, -1) and (-1, -1) fp32 ones; -1 is
+            the whole dimension. A tensor of three dimensions has one (-1, -1) scale for each of its matrices.
+        axis: the dimension that (1, n) blocks run along.
+        scale_rule: "floor", "ceil", "rceil" or "even": how an E8M0 scale follows from the block's largest magnitude.
+        amax: fp32, the shape of the scales: takes the place of the blocks' own largest magnitudes ("delayed" scaling;
+            larger elements saturate). Blocks with fp32 scales only.
+        backend: one of `kernels.BACKENDS`; by default the device of `x` decides.
+
+    Raises:
+        ConfigurationError: an unknown format, rule or backend; a block shape that there is none of, or not with this
+            format; a backend that cannot run here.
     """
     fmt, block, kernels = _checked(x, element_format, block_shape, scale_rule, backend)
     if not -x.ndim <= axis < x.ndim:
         raise IndexError(f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}")
-    codes, scales = kernels.quantize(x.detach(), fmt, block, axis % x.ndim, scale_rule)
+    if amax is None:
+        codes, scales = kernels.quantize(x.detach(), fmt, block, axis % x.ndim, scale_rule)
+    elif formats.SCALE_FORMATS[block] == "FP32":
+        codes, scales = kernels.quantize(x.detach(), fmt, block, axis % x.ndim, scale_rule, amax.detach())
+    else:
+        raise ValueError(f"amax was given for blocks {block}, whose E8M0 scales come from their own elements")
     return MXTensor(codes, scales, fmt.name, block, axis, x.shape)
 
 
@@ -96,10 +119,10 @@ def quantize_dual_axis(
     scale_rule: str = "floor",
     backend: str | None = None,
 ) -> tuple[MXTensor, MXTensor]:
-    """Quantize `x` [..., R, C] along axis -1 and along axis -2 in one pass; each result equals that of `quantize` with
-    that axis.
+    """Quantize `x` [..., R, C] along axis -1 and along axis -2 in one pass; each equals `quantize` along that axis.
 
-    A (32, 32) tile serves both directions, so both results then share one set of planes.
+    A square tile serves both directions, so both results then share one set of planes. Arguments and errors are those
+    of `quantize`.
     """
     fmt, block, kernels = _checked(x, element_format, block_shape, scale_rule, backend)
     if x.ndim < 2:
@@ -109,14 +132,15 @@ def quantize_dual_axis(
     return rows, columns
 
 
-def _checked(x: Tensor, element_name: str, block_shape: Sequence[int], scale_rule: str, backend: str | None):
+def _checked(
+    x: Tensor, element_name: str, block_shape: Sequence[int], scale_rule: str, backend: str | None
+) -> tuple[ElementFormat, BlockShape, ModuleType]:
     if not x.is_floating_point():
         raise TypeError(f"only floating-point tensors can be quantized, got {x.dtype}")
-    block = tuple(block_shape)
-    if block not in MX_BLOCK_SHAPES:
-        raise ConfigurationError(f"block_shape {block} is not supported; use (1, 32) along an axis or (32, 32) tiles")
+    fmt = formats.element_format(element_name)
+    block = formats.check_block_shape(block_shape, fmt)
+    formats.check_scale_rule(scale_rule)
     needed = 1 if block[0] == 1 else 2
     if x.ndim < needed:
         raise IndexError(f"blocks {block} need a tensor with {needed} or more dimensions, got shape {tuple(x.shape)}")
-    formats.check_scale_rule(scale_rule)
-    return formats.element_format(element_name), block, backend_module(backend or backend_for_device(x.device.type))
+    return fmt, block, backend_module(backend or backend_for_device(x.device.type))

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from fsdp2.errors import ConfigurationError, nearest
 from fsdp2.quantization.formats import (
     ELEMENT_FORMATS,
+    SCALE_FORMATS,
     SCALE_RULES,
     UNQUANTIZED,
+    WHOLE,
     check_scale_rule,
     element_format,
 )
 
-WHOLE = -1  # a block length: the whole dimension
 EIGHT_BIT = ("E4M3", "E5M2")
 NAMED_RECIPES = {
     "mxfp8": "dynamic_MX-1-1-32_E4M3_E4M3_E4M3",
@@ -64,7 +65,6 @@ GRANULARITIES = {
         Granularity("per_channel", "FP32", {(1, WHOLE): (1, WHOLE)}, False, EIGHT_BIT),
     )
 }
-SCALE_FORMATS = {block: row.scale_format for row in GRANULARITIES.values() for block in row.blocks}
 _LONG_NAME = re.compile(r"([^_]+)_(.+?)((?:-\d+)*)_([^_]+)_([^_]+)_([^_]+?)(?:_(floor|ceil|rceil|even))?")
 _GRAMMAR = "<strategy>_<granularity>[-b0-b1-b2]_<inputs>_<weight>_<grads>, for example " + NAMED_RECIPES["mxfp8"]
 

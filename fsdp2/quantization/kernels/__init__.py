@@ -3,7 +3,7 @@ bytes.
 
 Each module defines `unavailable_reason() -> str | None` and
 
-    quantize(x, fmt, block_shape, axis, rule) -> (codes, scales)
+    quantize(x, fmt, block_shape, axis, rule, amax=None) -> (codes, scales)
     quantize_dual_axis(x, fmt, block_shape, rule) -> ((codes, scales) along -1, (codes, scales) along -2)
     dequantize(codes, scales, fmt, block_shape, axis, shape, dtype) -> Tensor
 

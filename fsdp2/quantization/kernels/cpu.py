@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp2.quantization.formats import E8M0_BIAS, MX_BLOCK, ElementFormat
+from fsdp2.quantization.formats import E8M0_BIAS, MX_BLOCK, SCALE_FORMATS, BlockShape, ElementFormat
 from fsdp2.quantization.kernels import reference
 from fsdp2.quantization.kernels.reference import Planes
 
@@ -40,13 +40,19 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def quantize(x: Tensor, fmt: ElementFormat, block_shape: tuple[int, int], axis: int, rule: str) -> Planes:
-    """As `reference.quantize`."""
+def quantize(
+    x: Tensor, fmt: ElementFormat, block_shape: BlockShape, axis: int, rule: str, amax: Tensor | None = None
+) -> Planes:
+    """As `reference.quantize`; blocks with fp32 scales are left to it."""
+    if SCALE_FORMATS[block_shape] == "FP32":
+        return reference.quantize(x, fmt, block_shape, axis, rule, amax)
     return _quantize(x, fmt, _layout(block_shape, axis, x.ndim), axis, rule)[0]
 
 
-def quantize_dual_axis(x: Tensor, fmt: ElementFormat, block_shape: tuple[int, int], rule: str) -> tuple[Planes, Planes]:
+def quantize_dual_axis(x: Tensor, fmt: ElementFormat, block_shape: BlockShape, rule: str) -> tuple[Planes, Planes]:
     """As `reference.quantize_dual_axis`, reading `x` from memory once."""
+    if SCALE_FORMATS[block_shape] == "FP32":
+        return reference.quantize_dual_axis(x, fmt, block_shape, rule)
     planes = _quantize(x, fmt, TILES if block_shape[0] != 1 else ROWS + COLUMNS, x.ndim - 2, rule)
     return planes[0], planes[-1]
 
@@ -55,12 +61,14 @@ def dequantize(
     codes: Tensor,
     scales: Tensor,
     fmt: ElementFormat,
-    block_shape: tuple[int, int],
+    block_shape: BlockShape,
     axis: int,
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> Tensor:
     """As `reference.dequantize`."""
+    if SCALE_FORMATS[block_shape] == "FP32":
+        return reference.dequantize(codes, scales, fmt, block_shape, axis, shape, dtype)
     codes = reference.unpack(codes, shape) if fmt.codes_per_byte == 2 else codes
     layout = _layout(block_shape, axis, len(shape))
     size = _three_dimensions(shape, layout, axis)
@@ -110,7 +118,7 @@ def _decoding_constants(fmt: ElementFormat) -> tuple:
     return tuple(map(np.int32, (fmt.mantissa_bits, fmt.bias, fmt.bits, fmt.largest_code)))
 
 
-def _layout(block_shape: tuple[int, int], axis: int, ndim: int) -> int:
+def _layout(block_shape: BlockShape, axis: int, ndim: int) -> int:
     return TILES if block_shape[0] != 1 else ROWS if axis == ndim - 1 else COLUMNS
 
 

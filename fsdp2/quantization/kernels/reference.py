@@ -1,12 +1,12 @@
-"""The specification of block-scaled quantization in plain torch: what every other kernel must reproduce, byte for byte.
+"""The specification of block-scaled quantization in plain torch: what every other kernel reproduces, byte for byte.
 
-Read it top to bottom: cut the tensor into blocks, take each block's largest magnitude, derive its E8M0 scale from the
-bits of that number, divide by the scale (exact, it is a power of two), round to the element's grid. Only integer bit
-operations and exact multiplications occur, so the result depends on no library's idea of `log2` or rounding. It runs on
-any device torch runs on.
+Read it top to bottom: cut the tensor into blocks, take each block's largest magnitude, derive the block's scale from
+it, divide by the scale, round to the element's grid. An E8M0 scale comes from the bits of the largest magnitude, and
+dividing by a power of two is exact, so the result depends on no library's idea of `log2`, division or rounding. It
+runs on any device torch runs on.
 
-Sources: OCP Microscaling Formats (MX) v1.0, section 6.3 (conversion) and 5.3 (E8M0); arXiv 2506.08027 for the round-up
-rule.
+Sources: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 (E8M0) and 6.3 (conversion); arXiv 2506.08027
+(the round-up rule); arXiv 2412.19437, section 3.3 (fp32 scales of 1x128 and 128x128 blocks).
 """
 
 from __future__ import annotations
@@ -14,9 +14,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp2.quantization.formats import E8M0_BIAS, E8M0_NAN, FP32_MANTISSA_BITS, ElementFormat
+from fsdp2.quantization.formats import (
+    E8M0_BIAS,
+    E8M0_NAN,
+    FP32_MANTISSA_BITS,
+    SCALE_FORMATS,
+    SMALLEST_AMAX,
+    WHOLE,
+    BlockShape,
+    ElementFormat,
+)
 
 FP32_MANTISSA_MASK = (1 << FP32_MANTISSA_BITS) - 1
+Planes = tuple[Tensor, Tensor]  # codes, scales
 
 
 def unavailable_reason() -> str | None:
@@ -24,25 +34,27 @@ def unavailable_reason() -> str | None:
     return None
 
 
-Planes = tuple[Tensor, Tensor]  # codes, scales
-
-
-def quantize(x: Tensor, fmt: ElementFormat, block_shape: tuple[int, int], axis: int, rule: str) -> Planes:
-    """Return `(codes, scales)` of `x` (any floating dtype, any strides), both uint8; see
-    `fsdp2.quantization.mx.quantize` for shapes.
-    """
+def quantize(
+    x: Tensor, fmt: ElementFormat, block_shape: BlockShape, axis: int, rule: str, amax: Tensor | None = None
+) -> Planes:
+    """Return `(codes, scales)` of `x` (any floating dtype, any strides); see `fsdp2.quantization.mx.quantize`."""
     values = x.to(torch.bfloat16).to(torch.float32)
     lengths = block_lengths(x.shape, block_shape, axis)
-    scales = e8m0_scales(block_amax(values, lengths), fmt, rule)
-    not_a_number = expand(scales, lengths, x.shape) == E8M0_NAN
-    scaled = values.masked_fill(not_a_number, 0.0) * expand(reciprocal(scales), lengths, x.shape)
-    codes = encode(scaled, fmt).masked_fill(not_a_number, fmt.nan_code)
+    own_amax = block_amax(values, lengths)
+    if SCALE_FORMATS[block_shape] == "E8M0":
+        scales = e8m0_scales(own_amax, fmt, rule)
+        factors, bad = reciprocal(scales), scales == E8M0_NAN
+    else:
+        scales, factors = fp32_scales(own_amax if amax is None else amax, fmt)
+        bad = ~(own_amax.isfinite() & scales.isfinite())
+        scales = scales.masked_fill(bad, torch.nan)
+    bad = expand(bad, lengths, x.shape)
+    scaled = values.masked_fill(bad, 0.0) * expand(factors, lengths, x.shape)
+    codes = encode(scaled, fmt).masked_fill(bad, fmt.nan_code)
     return pack(codes) if fmt.codes_per_byte == 2 else codes, scales
 
 
-def quantize_dual_axis(
-    x: Tensor, fmt: ElementFormat, block_shape: tuple[int, int], rule: str
-) -> tuple[Planes, Planes]:
+def quantize_dual_axis(x: Tensor, fmt: ElementFormat, block_shape: BlockShape, rule: str) -> tuple[Planes, Planes]:
     """Return `((codes, scales) along axis -1, (codes, scales) along axis -2)`."""
     along_rows = quantize(x, fmt, block_shape, x.ndim - 1, rule)
     return along_rows, along_rows if block_shape[0] != 1 else quantize(x, fmt, block_shape, x.ndim - 2, rule)
@@ -52,32 +64,32 @@ def dequantize(
     codes: Tensor,
     scales: Tensor,
     fmt: ElementFormat,
-    block_shape: tuple[int, int],
+    block_shape: BlockShape,
     axis: int,
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return `element * 2**s` as `dtype`: exact in fp32, then rounded once to nearest even."""
+    """Return `element * scale` as `dtype`: computed in fp32 (exact when the scale is a power of two), rounded once."""
     codes = unpack(codes, shape) if fmt.codes_per_byte == 2 else codes
     values = torch.tensor(fmt.values(), dtype=torch.float32, device=codes.device)[codes.long()]
-    return (values * expand(power_of_two(scales), block_lengths(shape, block_shape, axis), shape)).to(dtype)
+    scales = power_of_two(scales) if SCALE_FORMATS[block_shape] == "E8M0" else scales
+    return (values * expand(scales, block_lengths(shape, block_shape, axis), shape)).to(dtype)
 
 
-def block_lengths(shape: torch.Size, block_shape: tuple[int, int], axis: int) -> list[int]:
-    """Elements of one block along each dimension: `(1, n)` runs along `axis`, `(n, n)` is a tile of the last two
-    dimensions.
-    """
+def block_lengths(shape: torch.Size, block_shape: BlockShape, axis: int) -> list[int]:
+    """Elements of one block along each dimension: `(1, n)` runs along `axis`, `(n, n)` is a tile of the last two."""
     lengths = [1] * len(shape)
     if block_shape[0] == 1:
         lengths[axis] = block_shape[1]
     else:
         lengths[-2:] = block_shape
-    return lengths
+    return [max(size, 1) if length == WHOLE else length for length, size in zip(lengths, shape)]
 
 
 def block_amax(values: Tensor, lengths: list[int]) -> Tensor:
-    """Largest magnitude of each block (NaN when one is in it), `ceil(size / length)` along each dimension; ragged ends
-    are padded with zeros.
+    """Largest magnitude of each block (NaN when one is in it): `ceil(size / length)` of them along each dimension.
+
+    Ragged ends are padded with zeros.
     """
     padding = [n for size, length in zip(reversed(values.shape), reversed(lengths)) for n in (0, -size % length)]
     padded = torch.nn.functional.pad(values.abs(), padding) if any(padding) else values.abs()
@@ -86,9 +98,7 @@ def block_amax(values: Tensor, lengths: list[int]) -> Tensor:
 
 
 def e8m0_scales(amax: Tensor, fmt: ElementFormat, rule: str) -> Tensor:
-    """The scale byte of each block from the bits of its fp32 `amax`; 0 for an all-zero block, 255 when `amax` is NaN or
-    Inf.
-    """
+    """The scale byte of each block from the bits of its fp32 `amax`: 0 for a block of zeros, 255 for NaN and Inf."""
     bits = amax.contiguous().view(torch.int32)
     if rule == "even":  # round amax half up to the element's mantissa bits: floor then sees the rounded number
         bits = bits + (1 << (FP32_MANTISSA_BITS - 1 - fmt.mantissa_bits))
@@ -99,6 +109,13 @@ def e8m0_scales(amax: Tensor, fmt: ElementFormat, rule: str) -> Tensor:
         exponent = exponent + (mantissa > fmt.largest_mantissa_fp32)
     scales = (exponent - fmt.emax).clamp(min=0)  # the exponent field carries the bias 127, and so does the scale
     return scales.masked_fill(~amax.isfinite(), E8M0_NAN).to(torch.uint8)
+
+
+def fp32_scales(amax: Tensor, fmt: ElementFormat) -> Planes:
+    """Return `(scale, factor)` of each block: codes are multiplied by amax / largest, numbers by largest / amax."""
+    amax = amax.clamp(min=SMALLEST_AMAX)
+    largest = torch.full_like(amax, fmt.largest)  # with a Python number torch multiplies by a rounded reciprocal
+    return amax / largest, largest / amax
 
 
 def encode(scaled: Tensor, fmt: ElementFormat) -> Tensor:
