@@ -103,4 +103,4 @@ def next_command(hf_folder: Path | None, tensorboard_dir: Path) -> str:
     """
     if hf_folder is None:
         return f"tensorboard --logdir {tensorboard_dir}"
-    return f"python inference_fsdp2.py generate --model.model_name_or_path {hf_folder}"
+    return f"echo 'def main(' | python inference_fsdp2.py --model.model_name_or_path {hf_folder}"
