@@ -144,6 +144,7 @@ def parallel_plan(arguments: Arguments, world_size: int, device_type: str) -> Pa
         num_to_forward_prefetch=parallel.num_to_forward_prefetch,
         num_to_backward_prefetch=parallel.num_to_backward_prefetch,
         quantization=quantization,
+        low_precision_reduce_scatter=parallel.low_precision_reduce_scatter,
     )
 
 

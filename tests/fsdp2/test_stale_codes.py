@@ -97,7 +97,7 @@ def test_a_changed_master_is_quantized_anew(changes, name, recipe):
 
 
 def quantizations() -> dict:
-    """Shards quantized in a step of one, of three micro-batches, in evaluation, and in two forwards before a backward."""
+    """Shards quantized in a step of one micro-batch, of three, and in an evaluation."""
     world = torch.distributed.get_world_size()
     x = torch.randn(6, 8, HIDDEN)
     found = {}
