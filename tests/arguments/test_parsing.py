@@ -239,7 +239,7 @@ def values_of(row: Flag) -> st.SearchStrategy:
     elif row.kind == "list of int":
         value = st.lists(st.integers(-9, 9))
     elif row.kind == "list of str":
-        value = st.lists(WORDS.map(lambda word: word.strip() or "x"))
+        value = st.lists(WORDS.map(lambda word: "".join(word.split()).lstrip("[") or "x"))  # patterns have no spaces
     elif row.kind == "str or dict":
         mapping = st.dictionaries(WORDS, st.floats(allow_nan=False) | WORDS | st.none(), max_size=2)
         value = WORDS.filter(lambda word: not word.startswith("{")) | mapping
