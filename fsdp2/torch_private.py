@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -98,3 +99,8 @@ def replace_local_tensor(parameter: nn.Parameter, local: Tensor) -> None:
     it at its first forward."""
     assert isinstance(parameter, DTensor)
     parameter._local_tensor = local
+
+
+def process_group_store() -> Any:
+    """The key-value store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
