@@ -44,15 +44,14 @@ def _splat(builder, value):
     return builder.shuffle_vector(first, undefined, _constant(_I32, 0))
 
 
-def _address(context, builder, array_type, array, index, scalar: ir.Type):
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), _vector(scalar).as_pointer())
+def _address(builder, pointer_value, index, scalar: ir.Type):
+    return builder.bitcast(builder.gep(pointer_value, [index]), _vector(scalar).as_pointer())
 
 
-def _per_element(context, builder, value_type, value, index):
-    """An fp32 vector: 32 entries of an array from `index`, or one number repeated."""
-    if isinstance(value_type, types.Array):
-        return builder.load(_address(context, builder, value_type, value, index, _F32), align=4)
+def _per_element(builder, value, index):
+    """An fp32 vector: 32 entries behind a pointer from `index`, or one number repeated."""
+    if isinstance(value.type, ir.PointerType):
+        return builder.load(_address(builder, value, index, _F32), align=4)
     return _splat(builder, value)
 
 
@@ -67,11 +66,24 @@ def pointer(typing_context, address, dtype):
 
 
 @intrinsic
+def data(typing_context, array):
+    """Return the pointer to a contiguous array's first element; the array must stay alive while it is used.
+
+    Loops take pointers because an array handed to an intrinsic costs a call to count its references, every time.
+    """
+
+    def generate(context, b, signature, args):
+        return context.make_array(array)(context, b, args[0]).data
+
+    return types.CPointer(array.dtype)(array), generate
+
+
+@intrinsic
 def block_amax(typing_context, x, at):
     """Return the largest magnitude, as bf16 bits, of the 32 numbers x[at:at+32]."""
 
     def generate(context, b, signature, args):
-        bits = b.load(_address(context, b, x, *args, _I16), align=2)
+        bits = b.load(_address(b, *args, _I16), align=2)
         name = "llvm.vector.reduce.umax.v32i16"
         reduce = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(_I16, [bits.type]), name)
         return b.call(reduce, [b.and_(bits, _constant(_I16, 0x7FFF))])
@@ -83,18 +95,18 @@ def block_amax(typing_context, x, at):
 def encode_block(
     typing_context, x, at, factor, factor_at, codes, codes_at, mantissa_bits, min_exponent, sign_shift, top
 ):
-    """Write the codes of x[at:at+32] * factor to codes[codes_at:]. `factor` is a number or an array.
+    """Write the codes of x[at:at+32] * factor to codes[codes_at:]. `factor` is a number or a pointer.
 
     min_exponent: biased fp32 exponent of the smallest normal. sign_shift: 16 - bits of a code. top: largest element.
     """
 
     def generate(context, b, signature, args):
-        bits = b.load(_address(context, b, x, args[0], args[1], _I16), align=2)
+        bits = b.load(_address(b, args[0], args[1], _I16), align=2)
         mantissa, min_exponent, sign_shift, top = args[6:10]
         to_exponent = ir.Constant(_I32, 23)
         magnitude = b.zext(b.and_(bits, _constant(_I16, 0x7FFF)), _vector(_I32))
         magnitude = b.bitcast(b.shl(magnitude, _constant(_I32, 16)), _vector(_F32))
-        magnitude = b.fmul(magnitude, _per_element(context, b, factor, args[2], args[3]))
+        magnitude = b.fmul(magnitude, _per_element(b, args[2], args[3]))
         top_v, min_exponent_v = _splat(b, top), _splat(b, min_exponent)
         magnitude = b.select(b.fcmp_ordered("<", magnitude, top_v), magnitude, top_v)
         exponent = b.lshr(b.bitcast(magnitude, _vector(_I32)), _splat(b, to_exponent))
@@ -106,10 +118,10 @@ def encode_block(
         code = b.bitcast(b.fadd(b.bitcast(magic, _vector(_F32)), magnitude), _vector(_I32))
         sign = b.lshr(b.and_(bits, _constant(_I16, 0x8000)), _splat(b, b.trunc(sign_shift, _I16)))
         code = b.or_(b.trunc(code, _vector(_I8)), b.trunc(sign, _vector(_I8)))
-        b.store(code, _address(context, b, codes, args[4], args[5], _I8), align=1)
+        b.store(code, _address(b, args[4], args[5], _I8), align=1)
         return context.get_dummy_value()
 
-    factor = factor if isinstance(factor, types.Array) else types.float32
+    factor = factor if isinstance(factor, types.CPointer) else types.float32
     index, integer = types.intp, types.int32
     signature = (x, index, factor, index, codes, index, integer, integer, integer, types.float32)
     return types.void(*signature), generate
@@ -121,7 +133,7 @@ def decode_block(typing_context, codes, at, factor, factor_at, out, out_at, mant
 
     def generate(context, b, signature, args):
         integers, floats = _vector(_I32), _vector(_F32)
-        code = b.zext(b.load(_address(context, b, codes, args[0], args[1], _I8), align=1), integers)
+        code = b.zext(b.load(_address(b, args[0], args[1], _I8), align=1), integers)
         sign_mask = b.shl(ir.Constant(_I32, 1), b.sub(args[8], ir.Constant(_I32, 1)))
         magnitude = b.and_(code, _splat(b, b.sub(sign_mask, ir.Constant(_I32, 1))))
         shift = b.sub(ir.Constant(_I32, 23), args[6])
@@ -135,19 +147,19 @@ def decode_block(typing_context, codes, at, factor, factor_at, out, out_at, mant
         first_normal = _splat(b, b.shl(ir.Constant(_I32, 1), args[6]))
         bits_v = b.select(b.icmp_signed("<", magnitude, first_normal), b.bitcast(subnormal, integers), normal)
         bits_v = b.select(b.icmp_signed(">", magnitude, _splat(b, args[9])), special, bits_v)
-        value = b.fmul(b.bitcast(bits_v, floats), _per_element(context, b, factor, args[2], args[3]))
+        value = b.fmul(b.bitcast(bits_v, floats), _per_element(b, args[2], args[3]))
         sign = b.shl(b.and_(code, _splat(b, sign_mask)), _splat(b, b.sub(ir.Constant(_I32, 32), args[8])))
         result = b.or_(b.bitcast(value, integers), sign)
         if out.dtype == types.uint16:
             odd = b.and_(b.lshr(result, _constant(_I32, 16)), _constant(_I32, 1))
             rounded = b.add(b.add(result, _constant(_I32, 0x7FFF)), odd)
             result = b.trunc(b.lshr(rounded, _constant(_I32, 16)), _vector(_I16))
-            b.store(result, _address(context, b, out, args[4], args[5], _I16), align=2)
+            b.store(result, _address(b, args[4], args[5], _I16), align=2)
         else:
-            b.store(result, _address(context, b, out, args[4], args[5], _I32), align=4)
+            b.store(result, _address(b, args[4], args[5], _I32), align=4)
         return context.get_dummy_value()
 
-    factor = factor if isinstance(factor, types.Array) else types.float32
+    factor = factor if isinstance(factor, types.CPointer) else types.float32
     index, integer = types.intp, types.int32
     signature = (codes, index, factor, index, out, index, integer, integer, integer, integer)
     return types.void(*signature), generate
@@ -176,12 +188,13 @@ def _power(byte):
 
 
 @njit(nogil=True, error_model="numpy")
-def _quantize_row_block(x, at, codes, round_up, emax, fmt, top, codes_at):
+def _quantize_row_block(x, at, codes, codes_at, round_up, emax, fmt, top):
     """Quantize x[at:at+32] as one block into codes[codes_at:]; return the scale byte."""
     byte = _scale_byte(block_amax(x, at), round_up, emax)
     encode_block(x, at, _inverse(byte), 0, codes, codes_at, fmt[0], fmt[1], fmt[2], top)
     if byte == 255:
-        codes[codes_at : codes_at + BLOCK] = fmt[3]
+        for i in range(BLOCK):
+            codes[codes_at + i] = np.uint8(fmt[3])
     return byte
 
 
@@ -190,15 +203,21 @@ def _quantize_rows(x, start, count, codes, scales, scales_at, round_up, emax, fm
     """Quantize x[start:start+count], part of one row, in blocks of 32; the last one is padded with zeros."""
     whole = count - count % BLOCK
     for c in range(0, whole, BLOCK):
-        byte = _quantize_row_block(x, start + c, codes, round_up, emax, fmt, top, start + c)
-        scales[scales_at + c // BLOCK] = byte
+        byte = _quantize_row_block(x, start + c, codes, start + c, round_up, emax, fmt, top)
+        scales[scales_at + c // BLOCK] = np.uint8(byte)
     if whole < count:
-        rest = count - whole
-        tail_x[:] = 0
-        tail_x[:rest] = x[start + whole : start + count]
-        byte = _quantize_row_block(tail_x, 0, tail_codes, round_up, emax, fmt, top, 0)
-        codes[start + whole : start + count] = tail_codes[:rest]
-        scales[scales_at + whole // BLOCK] = byte
+        _copy_tail(x, start + whole, count - whole, tail_x)
+        byte = _quantize_row_block(data(tail_x), 0, data(tail_codes), 0, round_up, emax, fmt, top)
+        scales[scales_at + whole // BLOCK] = np.uint8(byte)
+        for i in range(count - whole):
+            codes[start + whole + i] = tail_codes[i]
+
+
+@njit(nogil=True, error_model="numpy")
+def _copy_tail(values, start, count, tail):
+    tail[:] = 0
+    for i in range(count):
+        tail[i] = values[start + i]
 
 
 @njit(nogil=True, error_model="numpy")
@@ -208,11 +227,10 @@ def _encode_columns(x, start, count, factors, codes, fmt, top, tail_x, tail_code
     for c in range(0, whole, BLOCK):
         encode_block(x, start + c, factors, c, codes, start + c, fmt[0], fmt[1], fmt[2], top)
     if whole < count:
-        rest = count - whole
-        tail_x[:] = 0
-        tail_x[:rest] = x[start + whole : start + count]
-        encode_block(tail_x, 0, factors, whole, tail_codes, 0, fmt[0], fmt[1], fmt[2], top)
-        codes[start + whole : start + count] = tail_codes[:rest]
+        _copy_tail(x, start + whole, count - whole, tail_x)
+        encode_block(data(tail_x), 0, factors, whole, data(tail_codes), 0, fmt[0], fmt[1], fmt[2], top)
+        for i in range(count - whole):
+            codes[start + whole + i] = tail_codes[i]
 
 
 @njit(nogil=True, error_model="numpy")
@@ -268,11 +286,9 @@ def quantize_units(
     tail_x, tail_codes = np.empty(BLOCK, np.uint16), np.empty(BLOCK, np.uint8)
     tiles = layout == TILES
     scales_a_unit = column_blocks if tiles else columns
-    elements = batches * rows * columns
-    flat = carray(pointer(x, np.uint16), elements)
-    row_out = carray(pointer(row_codes, np.uint8), elements)
-    row_scales_out = carray(pointer(row_scales, np.uint8), batches * rows * column_blocks)
-    column_out = carray(pointer(column_codes, np.uint8), elements)
+    flat, bits = pointer(x, np.uint16), carray(pointer(x, np.uint16), batches * rows * columns)
+    row_out, column_out = pointer(row_codes, np.uint8), pointer(column_codes, np.uint8)
+    row_scales_out = pointer(row_scales, np.uint8)
     column_scales_out = carray(pointer(column_scales, np.uint8), batches * units * scales_a_unit)
     for unit in range(first, last):
         batch, top_row = unit // units, unit % units * BLOCK
@@ -296,7 +312,7 @@ def quantize_units(
                 amax[:] = 0
                 factors[count:] = 0.0
                 for r in row_range:
-                    _raise_amax(amax[:count], flat[r * columns + c0 : r * columns + c0 + count])
+                    _raise_amax(amax[:count], bits[r * columns + c0 : r * columns + c0 + count])
                 if tiles:
                     at = unit * scales_a_unit + c0 // BLOCK
                     scales = column_scales_out[at : at + (count + BLOCK - 1) // BLOCK]
@@ -307,12 +323,12 @@ def quantize_units(
                     largest = _scale_all(amax[:count], round_up, emax, scales, factors)
                 for r in row_range:
                     start = r * columns + c0
-                    _encode_columns(flat, start, count, factors, column_out, fmt, top, tail_x, tail_codes)
+                    _encode_columns(flat, start, count, data(factors), column_out, fmt, top, tail_x, tail_codes)
                 if largest >= BF16_INFINITY:
                     for i in range(count):
                         if scales[i // BLOCK if tiles else i] == 255:
                             for r in row_range:
-                                column_out[r * columns + c0 + i] = fmt[3]
+                                column_out[r * columns + c0 + i] = np.uint8(fmt[3])
 
 
 @njit(nogil=True, error_model="numpy")
@@ -321,20 +337,20 @@ def _decode_row(codes, start, count, factors, per_column, out, fmt, tail_codes, 
     whole = count - count % BLOCK
     if per_column:
         for c in range(0, whole, BLOCK):
-            decode_block(codes, start + c, factors, c, out, start + c, fmt[0], fmt[1], fmt[2], fmt[3])
+            decode_block(codes, start + c, data(factors), c, out, start + c, fmt[0], fmt[1], fmt[2], fmt[3])
     else:
         for c in range(0, whole, BLOCK):
             factor = factors[c // BLOCK]
             decode_block(codes, start + c, factor, 0, out, start + c, fmt[0], fmt[1], fmt[2], fmt[3])
     if whole < count:
-        rest = count - whole
-        tail_codes[:] = 0
-        tail_codes[:rest] = codes[start + whole : start + count]
+        _copy_tail(codes, start + whole, count - whole, tail_codes)
+        tail, tail_to = data(tail_codes), data(tail_out)
         if per_column:
-            decode_block(tail_codes, 0, factors, whole, tail_out, 0, fmt[0], fmt[1], fmt[2], fmt[3])
+            decode_block(tail, 0, data(factors), whole, tail_to, 0, fmt[0], fmt[1], fmt[2], fmt[3])
         else:
-            decode_block(tail_codes, 0, factors[whole // BLOCK], 0, tail_out, 0, fmt[0], fmt[1], fmt[2], fmt[3])
-        out[start + whole : start + count] = tail_out[:rest]
+            decode_block(tail, 0, factors[whole // BLOCK], 0, tail_to, 0, fmt[0], fmt[1], fmt[2], fmt[3])
+        for i in range(count - whole):
+            out[start + whole + i] = tail_out[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -343,17 +359,14 @@ def dequantize_units(codes, scales, out, out_dtype, size, first, last, layout, f
 
     fmt: int32 (mantissa bits, exponent bias, bits, largest code). scales as `quantize_units` writes them.
     """
-    batches, rows, columns = size
+    rows, columns = size[1], size[2]
     units = (rows + BLOCK - 1) // BLOCK
     column_blocks = (columns + BLOCK - 1) // BLOCK
     per_column = layout == COLUMNS
     scales_a_row = columns if per_column else column_blocks
     factors = np.zeros(column_blocks * BLOCK, np.float32)
     tail_codes, tail_out = np.empty(BLOCK, np.uint8), np.empty(BLOCK, out_dtype)
-    elements = batches * rows * columns
-    flat = carray(pointer(codes, np.uint8), elements)
-    flat_out = carray(pointer(out, out_dtype), elements)
-    scales_in = carray(pointer(scales, np.uint8), batches * (rows if layout == ROWS else units) * scales_a_row)
+    flat, flat_out, scales_in = pointer(codes, np.uint8), pointer(out, out_dtype), pointer(scales, np.uint8)
     for unit in range(first, last):
         batch, top_row = unit // units, unit % units * BLOCK
         for r in range(batch * rows + top_row, batch * rows + min(top_row + BLOCK, rows)):
