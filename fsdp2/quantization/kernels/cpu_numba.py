@@ -295,13 +295,7 @@ def quantize_units(
         row_range = range(batch * rows + top_row, batch * rows + min(top_row + BLOCK, rows))
         for c0 in range(0, columns, width):
             count = min(width, columns - c0)
-            if layout & ROWS and count == columns and count % BLOCK == 0:  # the rows' blocks follow each other
-                start, at = row_range.start * columns, row_range.start * column_blocks
-                count_all = len(row_range) * columns
-                _quantize_rows(
-                    flat, start, count_all, row_out, row_scales_out, at, round_up, emax, fmt, top, tail_x, tail_codes
-                )
-            elif layout & ROWS:
+            if layout & ROWS:
                 for r in row_range:
                     at = r * column_blocks + c0 // BLOCK
                     start = r * columns + c0
