@@ -12,6 +12,7 @@ import json
 import random
 import re
 import shutil
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class TrainerState:
     samples: int = 0
     loader: dict = field(default_factory=dict)
     world_size: int = 1
+    saved_at: float = 0.0  # seconds since 1970
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -48,13 +50,20 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Return the complete checkpoints under `root`, oldest first."""
+    """Return the complete checkpoints under `root`, in the order they were saved.
+
+    That is the order of steps, but for what an earlier run left in the same folder: `latest` must not mean its last.
+    """
     if not Path(root).is_dir():
         return []
     found = [
         path for path in Path(root).iterdir() if _STEP_FOLDER.fullmatch(path.name) and (path / STATE_FILE).exists()
     ]
-    return sorted(found, key=lambda path: int(_STEP_FOLDER.fullmatch(path.name).group(1)))
+    return sorted(found, key=lambda path: (_read_state(path).saved_at, int(path.name.removeprefix("step_"))))
+
+
+def _read_state(folder: Path) -> TrainerState:
+    return TrainerState(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
 
 
 def find_checkpoint(wish: str | None, root: Path) -> Path | None:
@@ -116,7 +125,7 @@ def save(
     tensors.update(_own_random_state(rank))
     dcp.save(tensors, storage_writer=FileSystemWriter(temporary))
     if rank == 0:
-        state = asdict(replace(state, world_size=world_size))
+        state = asdict(replace(state, world_size=world_size, saved_at=time.time()))
         (temporary / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         (temporary / CONFIG_FILE).write_text(config_yaml, encoding="utf-8")
         if final.exists():  # the same step, saved by an earlier run into this folder
@@ -137,7 +146,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, devic
     Raises:
         ConfigurationError: its tensors are not those of this model and optimizer.
     """
-    state = TrainerState(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+    state = _read_state(folder)
     allocate_state(optimizer)
     tensors = _tensors(model, optimizer)
     reader = FileSystemReader(folder)

@@ -34,7 +34,7 @@ class StepMetrics:
     memory_peak_bytes: int
     memory_reserved_bytes: int
     communication: dict[str, int] = field(default_factory=dict)  # the counters of fsdp2.communication, by their names
-    model_tflops: float | None = None  # per device, when --training.log_throughput
+    model_tflops: float | None = None  # per device, by the convention of model_flops_per_token
     evaluation: dict[str, float] = field(default_factory=dict)  # loss, bits_per_byte, ... where this step was evaluated
 
     def as_row(self) -> dict:

@@ -21,6 +21,7 @@ from fsdp2.engine import set_gradient_sync
 from fsdp2.gradients import clip_grad_norm_
 from mindspeed_llm.data import EvaluationLoader, PretrainingLoader
 from mindspeed_llm.models import initialize_weights, load_hf_weights, model_flops_per_token, save_hf_weights
+from mindspeed_llm.models.initialization import reset_buffers
 
 from . import checkpoint, report
 from .evaluation import evaluate
@@ -49,12 +50,12 @@ class Trainer:
         self.started = time.perf_counter()
         training = job.arguments.training
         self.model = parallelize(job.model, job.plan)
-        if job.arguments.model.train_from_scratch:
+        if job.resume_from is not None:
+            reset_buffers(self.model)  # no checkpoint holds them
+        elif job.arguments.model.train_from_scratch:
             initialize_weights(self.model, training.seed)
-        elif job.resume_from is None:
-            load_hf_weights(self.model, job.arguments.model.model_name_or_path)
         else:
-            initialize_weights(self.model, training.seed)  # buffers that no checkpoint holds
+            load_hf_weights(self.model, job.arguments.model.model_name_or_path)
         self.optimizer = build_optimizer(
             self.model,
             kind=training.optimizer,
@@ -75,6 +76,11 @@ class Trainer:
         self.notes: list[str] = []  # lines for the console, before the first step
         if job.resume_from is not None:
             self._resume()
+        elif earlier := checkpoint.complete_checkpoints(job.checkpoint_root):
+            self.notes.append(
+                f"this run starts from the beginning; {earlier[-1]} is of an earlier one "
+                "(--training.resume_from_checkpoint latest goes on from it)"
+            )
         self.counters = counters(self.model)
         self.flops_per_token = model_flops_per_token(job.model.config, job.arguments.data.cutoff_len)
         self.chunk_tokens = job.arguments.optimization.chunk_loss_size or CHUNK_TOKENS
@@ -170,7 +176,7 @@ class Trainer:
             memory_peak_bytes=allocated,
             memory_reserved_bytes=reserved,
             communication=self.counters.take(),
-            model_tflops=per_device * self.flops_per_token / 1e12 if training.log_throughput else None,
+            model_tflops=per_device * self.flops_per_token / 1e12,
         )
         return metrics, result.signum
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ def test_round_trip_on_2_processes_and_reshard_to_1(tmp_path):
     for saved, saved_draws, loaded, loaded_draws, state in ranks:
         assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
         assert saved_draws == loaded_draws
-        assert state == TrainerState(**{**STATE.__dict__, "world_size": 2})
+        assert state == replace(STATE, world_size=2, saved_at=state.saved_at)
     assert ranks[0][1] != ranks[1][1]  # each rank has random generators of its own
     ((on_1, _, _),) = run_processes(load_run, 1, tmp_path)
     assert all(torch.equal(ranks[0][0][name], on_1[name]) for name in on_1)
@@ -114,7 +115,8 @@ def test_only_plain_tensors_are_stored(tmp_path, one_process):
 def folder_of(root: Path, *steps: int) -> Path:
     for step in steps:
         checkpoint.step_folder(root, step).mkdir(parents=True)
-        (checkpoint.step_folder(root, step) / checkpoint.STATE_FILE).write_text("{}")
+        state = json.dumps({"step": step, "saved_at": 1e9})
+        (checkpoint.step_folder(root, step) / checkpoint.STATE_FILE).write_text(state)
     return root
 
 
@@ -129,6 +131,17 @@ def test_find(tmp_path):
     for wish in ("latest", "latests", str(root / "step_00000300")):
         with pytest.raises(ConfigurationError, match=r"--training\.resume_from_checkpoint"):
             checkpoint.find_checkpoint(wish, tmp_path / "none")
+
+
+def test_latest_is_the_last_one_saved_not_an_earlier_runs_last_step(tmp_path, one_process):
+    folder_of(tmp_path, 100, 200, 300)
+    model, optimizer = sharded(1)
+    one_step(model, optimizer)
+    new = checkpoint.save(tmp_path, model, optimizer, TrainerState(step=150), "", keep=3)
+    assert checkpoint.find_checkpoint("latest", tmp_path) == new
+    assert {path.name for path in checkpoint.complete_checkpoints(tmp_path)} == {
+        "step_00000150", "step_00000200", "step_00000300"
+    }  # fmt: skip
 
 
 def test_changed_settings(tmp_path):

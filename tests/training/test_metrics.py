@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
+import termios
 from datetime import datetime
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -93,6 +96,20 @@ def test_a_new_run_starts_a_new_file(tmp_path):
         out.log(step_metrics(1))
         out.close()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_a_terminal_gets_a_bar_below_the_lines(tmp_path, monkeypatch):
+    master, slave = os.openpty()
+    termios.tcsetwinsize(slave, (24, 100))
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        out = writer(tmp_path, 11)
+        out.advance()
+        out.log(step_metrics(11))
+        out.close()
+    shown = os.read(master, 100_000).decode()
+    os.close(master)
+    assert "11/2000" in shown and "iteration       11/    2000" in shown
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):
