@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -103,4 +104,7 @@ def next_command(hf_folder: Path | None, tensorboard_dir: Path) -> str:
     """
     if hf_folder is None:
         return f"tensorboard --logdir {tensorboard_dir}"
-    return f"echo 'def main(' | python inference_fsdp2.py --model.model_name_or_path {hf_folder}"
+    # The interpreter of this run, when it is a .venv here that the reader's shell knows nothing of.
+    own = Path(sys.executable)
+    python = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else "python"
+    return f"echo 'def main(' | {python} inference_fsdp2.py --model.model_name_or_path {hf_folder}"
