@@ -46,7 +46,7 @@ def run_on_1(material, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs_on_4(material, runs_on_2, tmp_path_factory) -> Path:
-    """mx: from the start; resumed: from the checkpoint that 2 processes saved at step 10."""
+    """mx: from the start; resumed: from the checkpoint of 2 processes at step 10, sharded over 2 and replicated."""
     folder = tmp_path_factory.mktemp("on_4")
     checkpoint = runs_on_2 / "mx" / "checkpoints" / "step_00000010"
     jobs = [
@@ -54,7 +54,11 @@ def runs_on_4(material, runs_on_2, tmp_path_factory) -> Path:
         material.arguments(
             folder / "resumed",
             processes=4,
-            extra=(*QUANTIZED, "--training.resume_from_checkpoint", checkpoint, "--training.save_hf_weights", "False"),
+            extra=(
+                *QUANTIZED,
+                *("--training.resume_from_checkpoint", checkpoint),
+                *("--parallel.fsdp_size", 2, "--parallel.dp_replicate_size", 2),
+            ),
         ),
     ]
     run_jobs(folder, 4, jobs)

@@ -118,7 +118,7 @@ def test_resume_is_exact(runs_on_2):
     assert "changed since" not in console
 
 
-def test_resume_on_more_processes(runs_on_2, runs_on_4):
+def test_resume_on_more_processes_with_replicas(runs_on_2, runs_on_4):
     resumed = rows(runs_on_4 / "resumed")
     assert [row["step"] for row in resumed] == list(range(11, 21))
     np.testing.assert_allclose(losses(runs_on_4 / "resumed"), losses(runs_on_2 / "mx")[10:], rtol=0, atol=1e-3)

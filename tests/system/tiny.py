@@ -62,7 +62,7 @@ class Material:
             "--training.gradient_accumulation_steps": SEQUENCES_PER_STEP // 2 // processes,
             "--training.lr": 3e-3,
             "--training.router_aux_loss_coef": 0.001,
-            "--training.eval_iters": 2,
+            "--training.eval_iters": SEQUENCES_PER_STEP // 2 // processes,  # the same sequences on any number
         }
         return [str(word) for pair in words.items() for word in pair] + [str(word) for word in extra]
 
