@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from fsdp2.communication import count_communication
 from fsdp2.errors import ConfigurationError, nearest
@@ -50,12 +51,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan) -> nn.Module:
     if plan.recompute:
         recompute_modules(model, plan.recompute_modules)
     _shard(model, units, ignored, plan)
-    _give_storage(
-        model,
-        torch.device(plan.device_type, torch.accelerator.current_device_index())
-        if plan.device_type != "cpu"
-        else torch.device("cpu"),
-    )
+    _give_storage(model, torch.device("cpu") if plan.cpu_offload else _device(plan.device_type))
     _gather_low_precision(model, plan, gathers)
     _set_prefetch([module for _, module in units], plan)
     return model
@@ -121,10 +117,19 @@ def _shard(
         "reshard_after_forward": plan.reshard_after_forward,
         "mp_policy": policy,
         "ignored_params": ignored,
+        "shard_placement_fn": lambda parameter: Shard(plan.shard_dim(parameter.shape)),
     }
+    if plan.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.device_type != "cpu")
     for _, module in reversed(units):  # inner units before the ones around them
         fully_shard(module, **options)
     fully_shard(model, **options)
+
+
+def _device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def _give_storage(model: nn.Module, device: torch.device) -> None:

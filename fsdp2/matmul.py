@@ -19,21 +19,22 @@ def runs_in_fp32(x: Tensor) -> bool:
 
 
 class _LinearThroughFp32(torch.autograd.Function):
-    """Y = X W^T + b with X [M, K], W [N, K], b [N] in 16 bits, every product accumulated in fp32."""
+    """Y = X W^T + b with X [..., K], W [N, K], b [N] in 16 bits, every product accumulated in fp32."""
 
     @staticmethod
-    def forward(ctx, x_MK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_MK, w_NK)
         ctx.has_bias = b_N is not None
         w_KN = w_NK.float().t()
         y_MN = x_MK.float() @ w_KN if b_N is None else torch.addmm(b_N.float(), x_MK.float(), w_KN)
-        return y_MN.to(x_MK.dtype)
+        return y_MN.view(*x.shape[:-1], -1).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, dy_MN: Tensor):
+    def backward(ctx, dy: Tensor):
         x_MK, w_NK = ctx.saved_tensors
-        dy_MN = dy_MN.float()
-        dx = (dy_MN @ w_NK.float()).to(x_MK.dtype) if ctx.needs_input_grad[0] else None
+        dy_MN = dy.reshape(-1, dy.shape[-1]).float()
+        dx = (dy_MN @ w_NK.float()).view(*dy.shape[:-1], -1).to(x_MK.dtype) if ctx.needs_input_grad[0] else None
         dw = (dy_MN.t() @ x_MK.float()).to(w_NK.dtype) if ctx.needs_input_grad[1] else None
         db = dy_MN.sum(0).to(w_NK.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return dx, dw, db
@@ -44,8 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     through fp32."""
     if not runs_in_fp32(x) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
-    y = _LinearThroughFp32.apply(x.reshape(-1, x.shape[-1]), weight, bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return _LinearThroughFp32.apply(x, weight, bias)
 
 
 class Linear(nn.Linear):

@@ -6,6 +6,7 @@ made from it answer, for every weight and on every rank alike, how its gathers t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 DTYPES = ("bf16", "fp16", "fp32")
 GATHER_MODES = ("on-demand", "all")
 REDUCE_SCATTERS = ("none", "mxfp8")
+SHARD_PLACEMENTS = ("shard_by_dim_0", "shard_by_dim_1")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class ParallelPlan:
         num_to_forward_prefetch, num_to_backward_prefetch: gathers issued ahead of use; 0 leaves it to FSDP2.
         quantization: None for none.
         low_precision_reduce_scatter: "none" reduces gradients in reduce_dtype, "mxfp8" sends them as MX codes.
+        shard_placement: None or "shard_by_dim_0" shards rows; "shard_by_dim_1" shards columns of the parameters whose
+            second dimension divides by fsdp_size.
+        cpu_offload: masters, gradients and optimizer state live in host memory; shards go to the device to be gathered.
     """
 
     world_size: int
@@ -78,6 +83,8 @@ class ParallelPlan:
     num_to_backward_prefetch: int = 1
     quantization: QuantizationPlan | None = None
     low_precision_reduce_scatter: str = "none"
+    shard_placement: str | None = None
+    cpu_offload: bool = False
 
     def check_sizes(self) -> None:
         """Refuse values that cannot work, without looking at a model.
@@ -102,12 +109,22 @@ class ParallelPlan:
                 f"--parallel.low_precision_reduce_scatter '{self.low_precision_reduce_scatter}': allowed are "
                 f"{', '.join(REDUCE_SCATTERS)}{nearest(self.low_precision_reduce_scatter, REDUCE_SCATTERS)}"
             )
+        if self.shard_placement not in (None, *SHARD_PLACEMENTS):
+            raise ConfigurationError(
+                f"--parallel.shard_placement_fn '{self.shard_placement}': allowed are {', '.join(SHARD_PLACEMENTS)}"
+                f"{nearest(self.shard_placement, SHARD_PLACEMENTS)}"
+            )
         if self.quantization and self.quantization.all_gather_mode not in GATHER_MODES:
             mode = self.quantization.all_gather_mode
             raise ConfigurationError(
                 f"--model.fsdp_low_precision_all_gather_mode '{mode}': allowed are {', '.join(GATHER_MODES)}"
                 f"{nearest(mode, GATHER_MODES)}"
             )
+
+    def shard_dim(self, shape: Sequence[int]) -> int:
+        """The dimension along which a parameter of `shape` is sharded."""
+        by_columns = self.shard_placement == "shard_by_dim_1" and len(shape) > 1 and shape[1] % self.fsdp_size == 0
+        return 1 if by_columns else 0
 
     def quantization_rows(self, model: nn.Module) -> list[dict[str, Any]]:
         """One JSON-ready row for every linear and expert weight of an unconverted `model`.
@@ -207,6 +224,8 @@ def _why_not_low_precision(decision: Any, module: nn.Module, plan: ParallelPlan,
         return f"shared with {', '.join(others)}, which needs it in {plan.param_dtype}"
     if covers(decision.module, plan.ignored_modules):
         return "inside parallel.ignored_modules: not sharded"
+    if plan.shard_dim(decision.shape) != 0:
+        return "sharded along dimension 1: FSDP2 gathers codes and scales along dimension 0 only"
     if rows % ranks:
         return f"{rows} rows do not divide by {ranks} ranks"
     if decision.kind == "linear" and ranks > 1 and (rows // ranks) % 32:
@@ -227,7 +246,8 @@ def describe(model: nn.Module, plan: ParallelPlan) -> str:
         f"  units gathered as one: {len(match_modules(model, plan.fsdp_modules))} + root; "
         f"compute {plan.param_dtype}, reduce {_reduction(plan)}; "
         f"weights {'are freed after forward' if plan.reshard_after_forward else 'stay gathered until backward'}; "
-        f"recompute {', '.join(plan.recompute_modules) if plan.recompute else 'off'}",
+        f"recompute {', '.join(plan.recompute_modules) if plan.recompute else 'off'}"
+        f"{'; masters in host memory' if plan.cpu_offload else ''}",
     ]
     if plan.quantization is None:
         return "\n".join([*lines, "  quantization: off"])

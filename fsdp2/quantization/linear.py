@@ -82,7 +82,8 @@ class OperandForm:
 
 class _MXLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_MK: Tensor, w_NK: Tensor, b_N: Tensor | None, recipe: QuantRecipe) -> Tensor:
+    def forward(ctx, x: Tensor, w_NK: Tensor, b_N: Tensor | None, recipe: QuantRecipe) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1])
         needs_wgrad = ctx.needs_input_grad[1]
         if needs_wgrad:
             x_along_K, x_along_M = quantized_both(x_MK, recipe.inputs, recipe.scale_rule)
@@ -94,10 +95,11 @@ class _MXLinearFunction(torch.autograd.Function):
         ctx.recipe, ctx.dtype, ctx.has_bias = recipe, x_MK.dtype, b_N is not None
         left, right = widened(x_along_K, x_MK), widened(weight_operand(w_NK, recipe, -1), x_MK)
         y_MN = left @ right.t() if b_N is None else torch.addmm(b_N.to(left.dtype), left, right.t())
-        return y_MN.to(x_MK.dtype)
+        return y_MN.view(*x.shape[:-1], -1).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, dy_MN: Tensor):
+    def backward(ctx, dy: Tensor):
+        dy_MN = dy.reshape(-1, dy.shape[-1])
         w_NK, *planes = ctx.saved_tensors
         recipe = ctx.recipe
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
@@ -109,11 +111,11 @@ class _MXLinearFunction(torch.autograd.Function):
         elif wants_dw:
             dy_along_M = quantized(dy_MN, recipe.grads, recipe.scale_rule, -2)
         if wants_dx:
-            dx = (widened(dy_along_N, dy_MN) @ widened(weight_operand(w_NK, recipe, -2), dy_MN)).to(ctx.dtype)
+            dx_MK = widened(dy_along_N, dy_MN) @ widened(weight_operand(w_NK, recipe, -2), dy_MN)
+            dx = dx_MK.view(*dy.shape[:-1], -1).to(ctx.dtype)
         if wants_dw:
-            dw = (widened(dy_along_M, dy_MN).t() @ widened(ctx.saved_input.restore(tuple(planes)), dy_MN)).to(
-                w_NK.dtype
-            )
+            x_along_M = ctx.saved_input.restore(tuple(planes))
+            dw = (widened(dy_along_M, dy_MN).t() @ widened(x_along_M, dy_MN)).to(w_NK.dtype)
         db = dy_MN.float().sum(0).to(w_NK.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return dx, dw, db, None
 
@@ -142,9 +144,7 @@ class MXLinear(nn.Linear):
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))
         with torch.autocast(device_type, enabled=False):
-            x_MK = input.reshape(-1, input.shape[-1])
-            y_MN = _MXLinearFunction.apply(x_MK, self.weight, self.bias, self.recipe)
-        return y_MN.view(*input.shape[:-1], self.out_features)
+            return _MXLinearFunction.apply(input, self.weight, self.bias, self.recipe)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

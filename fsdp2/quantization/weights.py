@@ -150,6 +150,12 @@ class MXShardedWeight(Tensor):
     __torch_function__ = torch_private.plain_results
     gather: ShardGather
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `Tensor.to`, still marked: FSDP2 brings an offloaded shard to the device before it asks for its planes."""
+        moved = super().to(*args, **kwargs).as_subclass(MXShardedWeight)
+        moved.gather = self.gather
+        return moved
+
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module: nn.Module, mp_policy):
         """The shard in the planes of the current phase; returns (uint8 tensors to gather, the axes and sizes to rebuild
         planes from)."""

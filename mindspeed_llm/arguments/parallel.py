@@ -48,11 +48,11 @@ class ParallelArguments:
         "Free gathered parameters after forward and gather them again in backward.", True
     )
     shard_placement_fn: str | None = flag(
-        "Dimension along which parameters are sharded.",
+        "shard_by_dim_0 or shard_by_dim_1: dimension along which parameters are sharded; along dimension 1 they are "
+        "gathered unquantized.",
         None,
-        status=NOT_BUILT,
-        note="parameters are sharded along dimension 0",
     )
+    cpu_offload: bool = flag("Keep masters, gradients and optimizer state in host memory.", False)
     efsdp_shard_placement_fn: str | None = flag(
         "Dimension along which an expert's parameters are sharded.",
         "shard_by_dim_1",

@@ -145,6 +145,8 @@ def parallel_plan(arguments: Arguments, world_size: int, device_type: str) -> Pa
         num_to_backward_prefetch=parallel.num_to_backward_prefetch,
         quantization=quantization,
         low_precision_reduce_scatter=parallel.low_precision_reduce_scatter,
+        shard_placement=parallel.shard_placement_fn,
+        cpu_offload=parallel.cpu_offload,
     )
 
 

@@ -209,6 +209,7 @@ ADDED = {
     "parallel": [
         ("dp_replicate_size", "int", (), 1),
         ("low_precision_reduce_scatter", "str", ("none", "mxfp8"), "none"),
+        ("cpu_offload", "bool", (), False),
     ],
     "training": [
         ("tensorboard_dir", "str?", (), None),

@@ -19,6 +19,8 @@ MODES = {
     "all": {"mode": "all"},
     "all, recompute": {"mode": "all", "recompute": True},
     "all, kept": {"mode": "all", "reshard_after_forward": False},
+    "offloaded": {"cpu_offload": True},
+    "by columns": {"shard_placement": "shard_by_dim_1"},
     "tile": {"recipe": "mxfp8-32x32"},
     "tile after": {"recipe": "mxfp8-32x32", "gather": False},
     "tile, recompute": {"recipe": "mxfp8-32x32", "recompute": True},
@@ -31,6 +33,7 @@ BYTES = {
     "on-demand, recompute": (PLANE, 2 * PLANE),
     "on-demand, kept": (2 * PLANE, 0),
     "on-demand, no prefetch": (PLANE, PLANE),
+    "offloaded": (PLANE, PLANE),
     "all": (2 * PLANE, 2 * PLANE),
     "all, recompute": (2 * PLANE, 2 * PLANE),
     "all, kept": (2 * PLANE, 0),
@@ -72,6 +75,13 @@ def same(a: dict, b: dict) -> None:
 @pytest.mark.parametrize("name", [name for name in BYTES if "tile" not in name] + ["after, recompute"])
 def test_quantize_then_gather_equals_gather_then_quantize(two, name):
     same(two[0][name], two[0]["after"])
+
+
+def test_shards_of_columns_differ_in_the_sum_of_the_norm_only(two):
+    columns, rows = two[0]["by columns"], two[0]["after"]
+    assert columns["losses"][0] == rows["losses"][0]
+    assert columns["losses"] == pytest.approx(rows["losses"], rel=1e-4)
+    assert columns["norms"] == pytest.approx(rows["norms"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["tile", "tile, recompute", "tile, kept"])
