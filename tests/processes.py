@@ -6,6 +6,7 @@ the test with that rank's traceback; the others are stopped.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -16,6 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+# Imported once, by the server that all ranks fork from: importing torch takes longer than most of what they do.
+PRELOADED = ["torch.distributed.fsdp", "fsdp2.engine", "fsdp2.quantization.weights", "fsdp2.quantization.converters"]
 
 
 def free_port() -> int:
@@ -45,6 +50,12 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Cal
 
 def run_processes(function: Callable, world_size: int, *arguments: Any) -> list[Any]:
     """`function(*arguments)` on `world_size` gloo ranks; returns the ranks' results in order."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (world_size, free_port(), folder, function, arguments), nprocs=world_size)
+        mp.start_processes(
+            _rank_main,
+            (world_size, free_port(), folder, function, arguments),
+            nprocs=world_size,
+            start_method="forkserver",
+        )
         return [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -53,7 +53,7 @@ def test_the_others_stop_and_name_it(victim):
     world, port = 3, free_port()
     store = dist.TCPStore("127.0.0.1", port, world, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
         ranks = [context.Process(target=rank_main, args=(r, world, port, victim, folder)) for r in range(world)]
         for process in ranks:
             process.start()
