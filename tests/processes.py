@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
 # Imported once, by the server that all ranks fork from: importing torch takes longer than most of what they do.
 PRELOADED = ["torch.distributed.fsdp", "fsdp2.engine", "fsdp2.quantization.weights", "fsdp2.quantization.converters"]
 
