@@ -21,7 +21,7 @@ from fsdp2.matmul import Linear
 from fsdp2.patterns import covers
 from fsdp2.plan import QuantizationPlan
 from fsdp2.quantization.grouped import MXGroupedLinear
-from fsdp2.quantization.linear import MXLinear, keeps_bf16
+from fsdp2.quantization.linear import MXLinear
 
 CONVERTERS = {
     "quantize.linear.mx": (nn.Linear, MXLinear, "linear"),
@@ -78,6 +78,11 @@ def decide(model: nn.Module, plan: QuantizationPlan | None) -> list[WeightDecisi
         ConfigurationError: an unknown converter, one that finds no module, or a pattern of `apply_modules` under which
             nothing is quantized.
     """
+    if plan is not None and plan.recipe.strategy != "dynamic":
+        raise ConfigurationError(
+            f"--model.quant_recipe_name {plan.recipe.name}: layers take their scales from the tensors themselves "
+            f"(dynamic); {plan.recipe.strategy} scaling is built for single tensors only (DelayedQuantizer)"
+        )
     decisions = []
     for name, module, converter, kind in _weights(model):
         reason = _reason_to_leave(name, module, converter, plan)
@@ -117,8 +122,6 @@ def _refuse_empty(model: nn.Module, plan: QuantizationPlan, decisions: list[Weig
 
 def convert(model: nn.Module, plan: QuantizationPlan, decisions: list[WeightDecision]) -> None:
     """Replace the modules that `decisions` quantize, in place, keeping parameters, names and hooks."""
-    if keeps_bf16(plan.recipe.inputs) and keeps_bf16(plan.recipe.weight) and keeps_bf16(plan.recipe.grads):
-        return
     classes = {kind: target for _, target, kind in CONVERTERS.values()}
     for decision in decisions:
         if decision.quantized:

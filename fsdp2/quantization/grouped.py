@@ -22,7 +22,10 @@ from fsdp2.expert_parallel.grouped_linear import GroupedLinear, group_offsets, g
 from fsdp2.quantization.linear import OperandForm, planes_of, quantized, quantized_both, weight_operand, widened
 from fsdp2.quantization.recipe import QuantRecipe
 
-ROW_BLOCK = 32
+
+def row_block(recipe: QuantRecipe) -> int:
+    """Rows that share a scale along t; 1 where a scale covers all rows or none are quantized."""
+    return max([1, *(tensor.block_shape[1] for tensor in (recipe.inputs, recipe.grads) if tensor.is_quantized)])
 
 
 class PaddedGroups:
@@ -33,13 +36,13 @@ class PaddedGroups:
         rows_T: int64 [T], the padded row of each token row; None when no group needs padding.
     """
 
-    def __init__(self, counts_E: Tensor, rows: int):
+    def __init__(self, counts_E: Tensor, rows: int, block: int):
         tight = group_offsets(counts_E, rows)
         self.offsets = [0]
         shift = []
         for begin, end in itertools.pairwise(tight):
             shift.append(self.offsets[-1] - begin)
-            self.offsets.append(self.offsets[-1] + -(-(end - begin) // ROW_BLOCK) * ROW_BLOCK)
+            self.offsets.append(self.offsets[-1] + -(-(end - begin) // block) * block)
         self.rows_T = None
         if self.offsets != tight:
             counts = torch.tensor([end - begin for begin, end in itertools.pairwise(tight)])
@@ -110,7 +113,7 @@ class MXGroupedLinear(GroupedLinear):
         return converted
 
     def forward(self, x_TI: Tensor, counts_E: Tensor) -> Tensor:
-        groups = PaddedGroups(counts_E, x_TI.shape[0])
+        groups = PaddedGroups(counts_E, x_TI.shape[0], row_block(self.recipe))
         return _MXGroupedFunction.apply(x_TI, self.weight, groups, self.recipe)
 
     def extra_repr(self) -> str:

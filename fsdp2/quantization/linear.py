@@ -25,14 +25,9 @@ from fsdp2.quantization.recipe import QuantRecipe, TensorRecipe
 Operand = Tensor | MXTensor
 
 
-def keeps_bf16(recipe: TensorRecipe) -> bool:
-    """Whether a recipe leaves this tensor alone."""
-    return recipe.element_format == "BF16"
-
-
 def quantized(x: Tensor, recipe: TensorRecipe, scale_rule: str, axis: int) -> Operand:
     """`x` [..., R, C] as an operand whose blocks run along `axis` (-1 or -2)."""
-    if keeps_bf16(recipe):
+    if not recipe.is_quantized:
         return x
     return quantize(
         x, element_format=recipe.element_format, block_shape=recipe.block_shape, axis=axis, scale_rule=scale_rule
@@ -41,7 +36,7 @@ def quantized(x: Tensor, recipe: TensorRecipe, scale_rule: str, axis: int) -> Op
 
 def quantized_both(x: Tensor, recipe: TensorRecipe, scale_rule: str) -> tuple[Operand, Operand]:
     """`x` [..., R, C] as operands whose blocks run along -1 and along -2, in one pass over `x`."""
-    if keeps_bf16(recipe):
+    if not recipe.is_quantized:
         return x, x
     return quantize_dual_axis(
         x, element_format=recipe.element_format, block_shape=recipe.block_shape, scale_rule=scale_rule

@@ -21,6 +21,8 @@ MODES = {
     "all, kept": {"mode": "all", "reshard_after_forward": False},
     "offloaded": {"cpu_offload": True},
     "by columns": {"shard_placement": "shard_by_dim_1"},
+    "four bits": {"recipe": "mxfp4-weights", "recompute": True},
+    "four bits after": {"recipe": "mxfp4-weights", "gather": False},
     "tile": {"recipe": "mxfp8-32x32"},
     "tile after": {"recipe": "mxfp8-32x32", "gather": False},
     "tile, recompute": {"recipe": "mxfp8-32x32", "recompute": True},
@@ -34,6 +36,7 @@ BYTES = {
     "on-demand, kept": (2 * PLANE, 0),
     "on-demand, no prefetch": (PLANE, PLANE),
     "offloaded": (PLANE, PLANE),
+    "four bits": (PLANE - 0.5, 2 * (PLANE - 0.5)),
     "all": (2 * PLANE, 2 * PLANE),
     "all, recompute": (2 * PLANE, 2 * PLANE),
     "all, kept": (2 * PLANE, 0),
@@ -72,9 +75,13 @@ def same(a: dict, b: dict) -> None:
     assert all(torch.equal(a["weights"][name], b["weights"][name]) for name in a["weights"])
 
 
-@pytest.mark.parametrize("name", [name for name in BYTES if "tile" not in name] + ["after, recompute"])
+@pytest.mark.parametrize("name", [n for n in BYTES if "tile" not in n and n != "four bits"] + ["after, recompute"])
 def test_quantize_then_gather_equals_gather_then_quantize(two, name):
     same(two[0][name], two[0]["after"])
+
+
+def test_packed_codes_too(two):
+    same(two[0]["four bits"], two[0]["four bits after"])
 
 
 def test_shards_of_columns_differ_in_the_sum_of_the_norm_only(two):

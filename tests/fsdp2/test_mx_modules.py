@@ -7,11 +7,26 @@ from torch import nn
 from fsdp2.expert_parallel.grouped_linear import GroupedLinear
 from fsdp2.matmul import Linear
 from fsdp2.quantization import MXGroupedLinear, MXLinear, QuantRecipe, quantize
+from fsdp2.quantization.formats import WHOLE
 
-RECIPES = ["mxfp8", "mxfp8-rceil", "mxfp8-hybrid", "mxfp8-32x32"]
+RECIPES = [
+    "mxfp8",
+    "mxfp8-rceil",
+    "mxfp8-hybrid",
+    "mxfp8-32x32",
+    "mxfp6",
+    "mxfp4-weights",
+    "fp8-blockwise",
+    "fp8-per-tensor",
+    "fp8-per-channel",
+    "dynamic_MX-1-1-32_E4M3_E4M3_BF16",
+    "dynamic_MX-1-1-32_BF16_E4M3_E4M3",
+]
 
 
 def rounded(x, recipe, scale_rule, axis):
+    if not recipe.is_quantized:
+        return x.double()
     options = {"element_format": recipe.element_format, "block_shape": recipe.block_shape, "scale_rule": scale_rule}
     return quantize(x, axis=axis, **options).dequantize(torch.float32).double()
 
@@ -49,18 +64,26 @@ def test_grouped_gemms_never_let_a_block_cross_two_experts(name):
     y = layer(x, torch.tensor(counts))
     dy = torch.randn_like(y)
     y.backward(dy)
-    rule, begin = recipe.scale_rule, 0
+    rule, begin, weight = recipe.scale_rule, 0, layer.weight.detach()
     for expert, count in enumerate(counts):
         rows = slice(begin, begin + count)
         begin += count
         if count == 0:
             assert torch.count_nonzero(layer.weight.grad[expert]) == 0
             continue
-        w, x_e, dy_e = layer.weight.detach()[expert], x.detach()[rows], dy[rows]
-        close(y[rows], rounded(x_e, recipe.inputs, rule, -1) @ rounded(w, recipe.weight, rule, -2))
-        close(x.grad[rows], rounded(dy_e, recipe.grads, rule, -1) @ rounded(w, recipe.weight, rule, -1).T)
-        dw = rounded(x_e, recipe.inputs, rule, -2).T @ rounded(dy_e, recipe.grads, rule, -2)
+        close(y[rows], of_group(x, rows, recipe.inputs, rule, -1) @ rounded(weight[expert], recipe.weight, rule, -2))
+        close(
+            x.grad[rows],
+            of_group(dy, rows, recipe.grads, rule, -1) @ rounded(weight[expert], recipe.weight, rule, -1).T,
+        )
+        dw = of_group(x, rows, recipe.inputs, rule, -2).T @ of_group(dy, rows, recipe.grads, rule, -2)
         close(layer.weight.grad[expert], dw)
+
+
+def of_group(x, rows, recipe, rule, axis):
+    """The group's rows, quantized by themselves; with all rows where one scale covers a whole tensor or column."""
+    whole = recipe.is_quantized and recipe.block_shape[1] == WHOLE
+    return rounded(x.detach(), recipe, rule, axis)[rows] if whole else rounded(x.detach()[rows], recipe, rule, axis)
 
 
 def test_leading_dimensions_and_strides_do_not_matter():
