@@ -57,7 +57,7 @@ class MXTensor:
         With E8M0 scales the product is exact in fp32. Rounding up next to the end of fp32's range can make it 2**128,
         which is Inf in fp32 and bf16.
         """
-        kernels = backend_module(backend or backend_for_device(self.codes.device.type))
+        kernels = _kernels(self.codes, backend)
         fmt = formats.element_format(self.element_format)
         axis = self.axis % len(self.shape)
         return kernels.dequantize(self.codes, self.scales, fmt, tuple(self.block_shape), axis, self.shape, dtype)
@@ -143,4 +143,8 @@ def _checked(
     needed = 1 if block[0] == 1 else 2
     if x.ndim < needed:
         raise IndexError(f"blocks {block} need a tensor with {needed} or more dimensions, got shape {tuple(x.shape)}")
-    return fmt, block, backend_module(backend or backend_for_device(x.device.type))
+    return fmt, block, _kernels(x, backend)
+
+
+def _kernels(x: Tensor, backend: str | None) -> ModuleType:
+    return backend_module(backend or backend_for_device(x.device.type), x.device.type)

@@ -11,21 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp2.errors import ConfigurationError
 from fsdp2.quantization import quantize, quantize_dual_axis
 from fsdp2.quantization.formats import SCALE_RULES
-from fsdp2.quantization.kernels import BACKENDS, backend_module
+from fsdp2.quantization.kernels import runnable_backends
 
-
-def runnable_backends() -> list[str]:
-    names = []
-    for name in BACKENDS:
-        try:
-            backend_module(name)
-        except ConfigurationError:
-            continue
-        names.append(name)
-    return names
+BACKENDS = runnable_backends("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +34,7 @@ def assert_same_bits(actual: torch.Tensor, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(actual.view(f"u{actual.itemsize}"), expected.view(f"u{expected.itemsize}"))
 
 
-@pytest.mark.parametrize("backend", runnable_backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("element_format", ["E4M3", "E5M2"])
 def test_codes_and_scales_of_each_rule(golden, element_format, rule, backend):
@@ -53,7 +43,7 @@ def test_codes_and_scales_of_each_rule(golden, element_format, rule, backend):
     assert_same_bits(q.scales, golden[f"{element_format.lower()}_{rule}_scales"])
 
 
-@pytest.mark.parametrize("backend", runnable_backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1"])
 def test_dequantized_values_of_each_format(golden, name, backend):
     x = bf16(golden["x_bf16_bits"])
@@ -63,7 +53,7 @@ def test_dequantized_values_of_each_format(golden, name, backend):
     assert torch.equal(values[x == 0].view(torch.int32), x[x == 0].float().view(torch.int32))
 
 
-@pytest.mark.parametrize("backend", runnable_backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", ["floor", "rceil"])
 @pytest.mark.parametrize("layout", ["axis-2", "32x32"])
 def test_other_axis_and_tiles(golden, layout, rule, backend):

@@ -29,8 +29,10 @@ ROWS, COLUMNS, TILES = 1, 2, 4  # how blocks lie: 1x32, 32x1, 32x32; ROWS + COLU
 ELEMENTS_A_THREAD = 1 << 17  # below it, handing work to another thread costs more than it saves
 
 
-def unavailable_reason() -> str | None:
-    """None when numba can be imported and can store what it compiles; else what is missing."""
+def unavailable_reason(device_type: str) -> str | None:
+    """None for CPU tensors when numba can be imported and can store what it compiles; else what is missing."""
+    if device_type != "cpu":
+        return f"it takes CPU tensors, this one is on {device_type}"
     try:
         _loops()
     except ImportError as error:

@@ -29,7 +29,7 @@ FP32_MANTISSA_MASK = (1 << FP32_MANTISSA_BITS) - 1
 Planes = tuple[Tensor, Tensor]  # codes, scales
 
 
-def unavailable_reason() -> str | None:
+def unavailable_reason(device_type: str) -> str | None:
     """Always available."""
     return None
 
