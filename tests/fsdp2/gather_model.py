@@ -44,13 +44,15 @@ class Model(nn.Module):
         return self.head(x) * 1.0
 
 
-def plan_of(world: int, *, recipe="mxfp8", gather=True, mode="on-demand", replicate=1, **options) -> fsdp2.ParallelPlan:
+def plan_of(
+    world: int, *, recipe="mxfp8", apply=("layers.{*}",), gather=True, mode="on-demand", replicate=1, **options
+) -> fsdp2.ParallelPlan:
     quantization = None
     if recipe:
         quantization = fsdp2.QuantizationPlan(
             QuantRecipe.from_name(recipe),
             converters=("quantize.linear.mx", "quantize.moe.mx"),
-            apply_modules=("layers.{*}",),
+            apply_modules=apply,
             ignored_modules=(),
             low_precision_all_gather=gather,
             all_gather_mode=mode,
@@ -67,7 +69,9 @@ def plan_of(world: int, *, recipe="mxfp8", gather=True, mode="on-demand", replic
     )
 
 
-def train(plan: fsdp2.ParallelPlan, steps: int = 3, global_batch: int = 12, accumulate: int = 1) -> dict:
+def train(
+    plan: fsdp2.ParallelPlan, steps: int = 3, global_batch: int = 12, accumulate: int = 1, each_step=lambda step: None
+) -> dict:
     """Train on the same global batches in every layout; returns losses, gradient norms and the last step's counts."""
     torch.manual_seed(0)
     model = fsdp2.parallelize(Model(), plan)
@@ -88,5 +92,6 @@ def train(plan: fsdp2.ParallelPlan, steps: int = 3, global_batch: int = 12, accu
         optimizer.step()
         optimizer.zero_grad()
         counts = counters(model).take()
+        each_step(step)
     weights = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "counts": counts, "weights": weights}
