@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.expert_parallel.grouped_linear import GroupedLinear, group_offsets, grouped_forward, grouped_weight_gradient
-from fsdp2.quantization.linear import OperandForm, planes_of, quantized, quantized_both, weight_operand, widened
+from fsdp2.quantization.linear import OperandForm, planes_of, quantized_both, weight_operand, widened
 from fsdp2.quantization.recipe import QuantRecipe
 
 
@@ -64,13 +64,11 @@ class _MXGroupedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TI: Tensor, w_EIO: Tensor, groups: PaddedGroups, recipe: QuantRecipe) -> Tensor:
         x_PI = groups.pad(x_TI)
-        if ctx.needs_input_grad[1]:
-            x_along_I, x_along_P = quantized_both(x_PI, recipe.inputs, recipe.scale_rule)
-            ctx.saved_input = OperandForm(x_along_P)
-            ctx.save_for_backward(w_EIO, *planes_of(x_along_P))
-        else:
-            x_along_I = quantized(x_PI, recipe.inputs, recipe.scale_rule, -1)
-            ctx.save_for_backward(w_EIO)
+        x_along_I, x_along_P = quantized_both(
+            x_PI, recipe.inputs, recipe.scale_rule, columns=ctx.needs_input_grad[1]
+        )
+        ctx.saved_input = OperandForm(x_along_P)
+        ctx.save_for_backward(w_EIO, *planes_of(x_along_P))
         ctx.recipe, ctx.groups, ctx.dtype = recipe, groups, x_TI.dtype
         y_PO = grouped_forward(
             widened(x_along_I, x_TI), widened(weight_operand(w_EIO, recipe, -2), x_TI), groups.offsets
@@ -83,13 +81,8 @@ class _MXGroupedFunction(torch.autograd.Function):
         recipe, groups = ctx.recipe, ctx.groups
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dy_PO = groups.pad(dy_TO)
+        dy_along_O, dy_along_P = quantized_both(dy_PO, recipe.grads, recipe.scale_rule, wants_dx, wants_dw)
         dx = dw = None
-        if wants_dx and wants_dw:
-            dy_along_O, dy_along_P = quantized_both(dy_PO, recipe.grads, recipe.scale_rule)
-        elif wants_dx:
-            dy_along_O = quantized(dy_PO, recipe.grads, recipe.scale_rule, -1)
-        elif wants_dw:
-            dy_along_P = quantized(dy_PO, recipe.grads, recipe.scale_rule, -2)
         if wants_dx:
             w_EOI = widened(weight_operand(w_EIO, recipe, -1), dy_TO).transpose(1, 2)
             dx = groups.unpad(grouped_forward(widened(dy_along_O, dy_TO), w_EOI, groups.offsets).to(ctx.dtype))

@@ -34,8 +34,16 @@ def quantized(x: Tensor, recipe: TensorRecipe, scale_rule: str, axis: int) -> Op
     )
 
 
-def quantized_both(x: Tensor, recipe: TensorRecipe, scale_rule: str) -> tuple[Operand, Operand]:
-    """`x` [..., R, C] as operands whose blocks run along -1 and along -2, in one pass over `x`."""
+def quantized_both(
+    x: Tensor, recipe: TensorRecipe, scale_rule: str, rows: bool = True, columns: bool = True
+) -> tuple[Operand | None, Operand | None]:
+    """`x` [..., R, C] as operands whose blocks run along -1 (`rows`) and along -2 (`columns`), each if it is wanted, in
+    one pass over `x`."""
+    if not (rows and columns):
+        return (
+            quantized(x, recipe, scale_rule, -1) if rows else None,
+            quantized(x, recipe, scale_rule, -2) if columns else None,
+        )
     if not recipe.is_quantized:
         return x, x
     return quantize_dual_axis(
@@ -58,8 +66,10 @@ def widened(x: Operand, like: Tensor) -> Tensor:
     return x.dequantize(dtype) if isinstance(x, MXTensor) else x.to(dtype)
 
 
-def planes_of(x: Operand) -> tuple[Tensor, ...]:
-    """The tensors that hold an operand, for `save_for_backward`."""
+def planes_of(x: Operand | None) -> tuple[Tensor, ...]:
+    """The tensors that hold an operand, for `save_for_backward`; none for none."""
+    if x is None:
+        return ()
     return (x.codes, x.scales) if isinstance(x, MXTensor) else (x,)
 
 
@@ -67,8 +77,7 @@ class OperandForm:
     """What an operand was, without its tensors: kept on the autograd context, where a tensor would outlive
     recomputation."""
 
-    def __init__(self, x: Operand):
-        self.count = len(planes_of(x))
+    def __init__(self, x: Operand | None):
         self.mx = (x.element_format, x.block_shape, x.axis, x.shape) if isinstance(x, MXTensor) else None
 
     def restore(self, planes: tuple[Tensor, ...]) -> Operand:
@@ -79,14 +88,11 @@ class _MXLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w_NK: Tensor, b_N: Tensor | None, recipe: QuantRecipe) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
-        needs_wgrad = ctx.needs_input_grad[1]
-        if needs_wgrad:
-            x_along_K, x_along_M = quantized_both(x_MK, recipe.inputs, recipe.scale_rule)
-            ctx.saved_input = OperandForm(x_along_M)
-            ctx.save_for_backward(w_NK, *planes_of(x_along_M))
-        else:
-            x_along_K = quantized(x_MK, recipe.inputs, recipe.scale_rule, -1)
-            ctx.save_for_backward(w_NK)
+        x_along_K, x_along_M = quantized_both(
+            x_MK, recipe.inputs, recipe.scale_rule, columns=ctx.needs_input_grad[1]
+        )
+        ctx.saved_input = OperandForm(x_along_M)
+        ctx.save_for_backward(w_NK, *planes_of(x_along_M))
         ctx.recipe, ctx.dtype, ctx.has_bias = recipe, x_MK.dtype, b_N is not None
         left, right = widened(x_along_K, x_MK), widened(weight_operand(w_NK, recipe, -1), x_MK)
         y_MN = left @ right.t() if b_N is None else torch.addmm(b_N.to(left.dtype), left, right.t())
@@ -98,13 +104,8 @@ class _MXLinearFunction(torch.autograd.Function):
         w_NK, *planes = ctx.saved_tensors
         recipe = ctx.recipe
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        dy_along_N, dy_along_M = quantized_both(dy_MN, recipe.grads, recipe.scale_rule, wants_dx, wants_dw)
         dx = dw = None
-        if wants_dx and wants_dw:
-            dy_along_N, dy_along_M = quantized_both(dy_MN, recipe.grads, recipe.scale_rule)
-        elif wants_dx:
-            dy_along_N = quantized(dy_MN, recipe.grads, recipe.scale_rule, -1)
-        elif wants_dw:
-            dy_along_M = quantized(dy_MN, recipe.grads, recipe.scale_rule, -2)
         if wants_dx:
             dx_MK = widened(dy_along_N, dy_MN) @ widened(weight_operand(w_NK, recipe, -2), dy_MN)
             dx = dx_MK.view(*dy.shape[:-1], -1).to(ctx.dtype)
