@@ -99,21 +99,16 @@ class CountedAllGather(_Allocates):
 
 
 class CountedReduceScatter(_Allocates):
-    """FSDP2's reduce-scatter of one parameter group, counted, with the all-reduce over replicas that follows it."""
+    """FSDP2's reduce-scatter of one parameter group, counted: the sum of `input_tensor` [ranks * n] over the ranks, of
+    which this rank's part goes to `output_tensor` [n]."""
 
-    def __init__(self, counters: Counters, replicated: bool):
-        self._counters, self._replicated = counters, replicated
+    def __init__(self, counters: Counters):
+        self._counters = counters
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op: bool = False
     ):
-        work = self.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
-        if self._replicated:
-            self._counters.add("all_reduce", output_tensor)
-        return work
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op, async_op: bool):
-        """Sum `input` [ranks * n] over `group`; this rank's part goes to `output` [n]."""
+        output, input = output_tensor, input_tensor
         self._counters.add("reduce_scatter", input)
         if input.device.type != "cpu":
             return dist.reduce_scatter_single(output=output, input=input, group=group, op=op, async_op=async_op)
@@ -141,8 +136,10 @@ class QuantizedReduceScatter(CountedReduceScatter):
     with the number of ranks. The scale is rounded up (`rceil`): a saturated gradient would be a biased one.
     """
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op, async_op: bool):
-        """As `CountedReduceScatter.reduce_scatter`; `op` is SUM or AVG."""
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op: bool = False
+    ):
+        output, input = output_tensor, input_tensor
         _check_operation(op)
         ranks, mine = group.size(), group.rank()
         parts = input.view(ranks, -1)
@@ -168,14 +165,16 @@ def count_communication(model: nn.Module, reduce_scatter: str = "none", replicat
 
     Args:
         reduce_scatter: "none" reduces gradients in FSDP2's reduce dtype, "mxfp8" sends them quantized.
-        replicated: parameters are replicated too (hybrid sharding), so that an all-reduce follows each reduce-scatter.
+        replicated: parameters are replicated too (hybrid sharding): an all-reduce over the replicas follows.
     """
     model.communication_counters = counters = Counters(list(torch_private.param_groups(model)))
     reduce_scatter_class = QuantizedReduceScatter if reduce_scatter == "mxfp8" else CountedReduceScatter
     for module in torch_private.fsdp_modules(model):
         for group in torch_private.own_param_groups(module):
             module.set_custom_all_gather(CountedAllGather(counters, group))
-            module.set_custom_reduce_scatter(reduce_scatter_class(counters, replicated))
+            module.set_custom_reduce_scatter(reduce_scatter_class(counters))
+            if replicated:  # FSDP2 calls the hook with what it has just reduced over the replicas
+                module.set_all_reduce_hook(lambda reduced: counters.add("all_reduce", reduced))
         # FSDP's own pre-hook gathers; ours is registered after it and sees the result.
         module.register_forward_pre_hook(lambda *_: counters.sample_unsharded())
     return counters

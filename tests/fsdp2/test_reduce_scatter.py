@@ -18,7 +18,7 @@ def reduce_both() -> dict:
     results = {"exact": inputs.view(ranks, ranks, size)[:, rank].double().sum(0)}
     for name, kind in (("fp32", CountedReduceScatter), ("mxfp8", QuantizedReduceScatter)):
         counters = Counters([])
-        reduce = kind(counters, replicated=False)
+        reduce = kind(counters)
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) if name == "mxfp8" else (dist.ReduceOp.SUM,):
             output = torch.empty(size)
             reduce(output, inputs[rank].clone(), dist.group.WORLD, op)
@@ -28,7 +28,7 @@ def reduce_both() -> dict:
     if rank == ranks - 1:
         poisoned[5] = math.nan  # belongs to rank 0
     output = torch.empty(size)
-    QuantizedReduceScatter(Counters([]), False)(output, poisoned, dist.group.WORLD, dist.ReduceOp.SUM)
+    QuantizedReduceScatter(Counters([]))(output, poisoned, dist.group.WORLD, dist.ReduceOp.SUM)
     results["nan"] = output.isnan().sum().item()
     return results
 
