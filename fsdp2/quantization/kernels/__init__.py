@@ -7,8 +7,9 @@ Each module defines `unavailable_reason(device_type) -> str | None` and
     quantize_dual_axis(x, fmt, block_shape, rule) -> ((codes, scales) along -1, (codes, scales) along -2)
     dequantize(codes, scales, fmt, block_shape, axis, shape, dtype) -> Tensor
 
-with `axis` non-negative. `reference` defines what the others must return. Backends load on first use: importing this
-package imports none.
+with `axis` non-negative. `reference` defines what the others must return. A backend whose hardware multiplies quantized
+operands also has `matmul_reason(left, right)` and `matmul(left, right, out_dtype, bias)` (see `gemm.py`). Backends load
+on first use: importing this package imports none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from types import ModuleType
 
 from fsdp2.errors import ConfigurationError, nearest
 
-BACKENDS = ("reference", "cpu", "cuda")
+BACKENDS = ("reference", "cpu", "cuda", "npu")
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from fsdp2.quantization.kernels import reference
 from fsdp2.quantization.kernels.reference import Planes
 
 COLUMNS_A_PROGRAM = 128
+DTYPES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
 def unavailable_reason(device_type: str) -> str | None:
@@ -94,6 +95,60 @@ def dequantize(
             WIDTH=COLUMNS_A_PROGRAM,
         )
     return out.to(dtype)
+
+
+def matmul_reason(left, right) -> str | None:
+    """None when scaled_mm multiplies these `MXTensor`s itself; else why not."""
+    device = left.codes.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10:
+        return "block-scaled GEMMs need SM100 (Blackwell)"
+    for q in (left, right):
+        kept, contracted = q.shape[-1 - q.axis % 2], q.shape[q.axis]
+        if q.element_format not in DTYPES or tuple(q.block_shape) != (1, MX_BLOCK):
+            return f"scaled_mm takes E4M3 and E5M2 in blocks of 1x32, not {q.element_format} {q.block_shape}"
+        if contracted % MX_BLOCK or kept % 16:
+            return f"scaled_mm takes whole blocks and multiples of 16 rows, not {tuple(q.shape)} along {q.axis}"
+    if left.element_format == right.element_format == "E5M2":
+        return "scaled_mm does not multiply E5M2 by E5M2"
+    return None
+
+
+def matmul(left, right, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """`gemm.matmul` by scaled_mm: operands with the contracted dimension last, the second as a transposed view."""
+    functional = torch.nn.functional
+    left_codes, left_scales = _operand(left)
+    right_codes, right_scales = _operand(right)
+    recipe, swizzle = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
+    return functional.scaled_mm(
+        left_codes,
+        right_codes.t(),
+        left_scales,
+        recipe,
+        right_scales,
+        recipe,
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        bias=None if bias is None else bias.to(out_dtype),
+        output_dtype=out_dtype,
+    )
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """[rows, blocks] uint8 -> the flat layout of Blackwell's tensor cores, rows padded to 128 and blocks to 4.
+
+    128 x 4 tiles follow each other; inside one, the scale of row r and block c lies at (r % 32) * 16 + r // 32 * 4 + c.
+    Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
+    """
+    rows, blocks = scales.shape
+    padded = torch.nn.functional.pad(scales, (0, -blocks % 4, 0, -rows % 128))
+    tiles = padded.view(-(-rows // 128), 4, 32, -(-blocks // 4), 4)  # [row tile, r // 32, r % 32, column tile, c]
+    return tiles.permute(0, 3, 2, 1, 4).flatten()
+
+
+def _operand(q) -> tuple[Tensor, Tensor]:
+    """Codes [kept, contracted], contiguous, and swizzled scales of a 2-D `MXTensor`."""
+    codes, scales = (q.codes, q.scales) if q.axis % 2 == 1 else (q.codes.t().contiguous(), q.scales.t())
+    return codes.view(DTYPES[q.element_format]), swizzle_scales(scales).view(torch.float8_e8m0fnu)
 
 
 def _quantize(
