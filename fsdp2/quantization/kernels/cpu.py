@@ -110,7 +110,7 @@ def _encoding_constants(fmt: ElementFormat, rule: str) -> tuple:
         "rceil": 0x7F - (fmt.largest_mantissa_fp32 >> 16),  # a mantissa above the largest element's carries
         "even": 1 << (6 - fmt.mantissa_bits),
     }[rule]
-    codes = (fmt.mantissa_bits, fmt.smallest_normal_exponent + E8M0_BIAS, 16 - fmt.bits, fmt.nan_code)
+    codes = (fmt.mantissa_bits, fmt.smallest_normal_exponent + E8M0_BIAS, 16 - fmt.bits, fmt.nan_code, fmt.largest_code)
     return np.int32(round_up), np.int32(fmt.emax), tuple(map(np.int32, codes)), np.float32(fmt.largest)
 
 

@@ -128,6 +128,40 @@ def encode_block(
 
 
 @intrinsic
+def encode_normal_block(typing_context, x, at, offset, offset_at, codes, codes_at, mantissa_bits, sign_shift, top_code):
+    """As `encode_block`, in 16-bit arithmetic, when every element comes out normal; return whether one did not.
+
+    A normal result's mantissa is that of x, rounded, whatever the scale: cut off the last bits, nearest even, and the
+    scale is a difference of exponents. `offset` (int16, a number or a pointer) is that difference in steps of the code.
+    """
+
+    def generate(context, b, signature, args):
+        bits = b.load(_address(b, args[0], args[1], _I16), align=2)
+        mantissa, sign_shift, top_code = (b.trunc(arg, _I16) for arg in args[6:9])
+        one = ir.Constant(_I16, 1)
+        dropped = b.sub(ir.Constant(_I16, 7), mantissa)  # of bf16's 7 mantissa bits
+        below_half = b.sub(b.shl(one, b.sub(dropped, one)), one)
+        magnitude = b.and_(bits, _constant(_I16, 0x7FFF))
+        odd = b.and_(b.lshr(magnitude, _splat(b, dropped)), _constant(_I16, 1))
+        steps = b.lshr(b.add(b.add(magnitude, _splat(b, below_half)), odd), _splat(b, dropped))
+        offset_v = args[2]
+        if isinstance(offset_v.type, ir.PointerType):
+            offset_v = b.load(_address(b, args[2], args[3], _I16), align=2)
+        else:
+            offset_v = _splat(b, offset_v)
+        code, top_v = b.sub(steps, offset_v), _splat(b, top_code)
+        small = b.icmp_signed("<", code, _splat(b, b.shl(one, mantissa)))
+        code = b.select(b.icmp_signed("<", code, top_v), code, top_v)
+        code = b.or_(code, b.lshr(b.and_(bits, _constant(_I16, 0x8000)), _splat(b, sign_shift)))
+        b.store(b.trunc(code, _vector(_I8)), _address(b, args[4], args[5], _I8), align=1)
+        return b.icmp_unsigned("!=", b.bitcast(small, ir.IntType(BLOCK)), ir.Constant(ir.IntType(BLOCK), 0))
+
+    offset = offset if isinstance(offset, types.CPointer) else types.int16
+    index, integer = types.intp, types.int32
+    return types.boolean(x, index, offset, index, codes, index, integer, integer, integer), generate
+
+
+@intrinsic
 def decode_block(typing_context, codes, at, factor, factor_at, out, out_at, mantissa_bits, bias, bits, largest_code):
     """Write codes[at:at+32], decoded and times `factor`, to out[out_at:]: fp32, or bf16 bits when `out` is uint16."""
 
@@ -178,6 +212,13 @@ def _inverse(byte):
 
 
 @njit(nogil=True, error_model="numpy")
+def _offset(byte, fmt):
+    """What `encode_normal_block` subtracts; so much that nothing is normal where x itself may be subnormal."""
+    bias = np.int32(128) - fmt[1]
+    return np.int16(np.int32(byte - bias) << (fmt[0] & np.int32(7)) if byte >= bias else np.int32(0x7FFF))
+
+
+@njit(nogil=True, error_model="numpy")
 def _power(byte):
     """2**(byte - 127), the inverse of `_inverse`: byte 0 is a subnormal, byte 255 is NaN."""
     if byte == 0:
@@ -191,7 +232,8 @@ def _power(byte):
 def _quantize_row_block(x, at, codes, codes_at, round_up, emax, fmt, top):
     """Quantize x[at:at+32] as one block into codes[codes_at:]; return the scale byte."""
     byte = _scale_byte(block_amax(x, at), round_up, emax)
-    encode_block(x, at, _inverse(byte), 0, codes, codes_at, fmt[0], fmt[1], fmt[2], top)
+    if encode_normal_block(x, at, _offset(byte, fmt), 0, codes, codes_at, fmt[0], fmt[2], fmt[4]):
+        encode_block(x, at, _inverse(byte), 0, codes, codes_at, fmt[0], fmt[1], fmt[2], top)
     if byte == 255:
         for i in range(BLOCK):
             codes[codes_at + i] = np.uint8(fmt[3])
@@ -221,11 +263,13 @@ def _copy_tail(values, start, count, tail):
 
 
 @njit(nogil=True, error_model="numpy")
-def _encode_columns(x, start, count, factors, codes, fmt, top, tail_x, tail_codes):
-    """Encode x[start:start+count], part of one row, with a factor for every column."""
+def _encode_columns(x, start, count, offsets, factors, codes, fmt, top, tail_x, tail_codes):
+    """Encode x[start:start+count], part of one row, with an offset and a factor for every column."""
     whole = count - count % BLOCK
     for c in range(0, whole, BLOCK):
-        encode_block(x, start + c, factors, c, codes, start + c, fmt[0], fmt[1], fmt[2], top)
+        at = start + c
+        if encode_normal_block(x, at, offsets, c, codes, at, fmt[0], fmt[2], fmt[4]):
+            encode_block(x, at, factors, c, codes, at, fmt[0], fmt[1], fmt[2], top)
     if whole < count:
         _copy_tail(x, start + whole, count - whole, tail_x)
         encode_block(data(tail_x), 0, factors, whole, data(tail_codes), 0, fmt[0], fmt[1], fmt[2], top)
@@ -240,27 +284,31 @@ def _raise_amax(amax, x):
 
 
 @njit(nogil=True, error_model="numpy")
-def _scale_all(amax, round_up, emax, scales, factors):
-    """Turn each amax into its scale byte and its factor; return the largest amax."""
+def _scale_columns(amax, round_up, emax, fmt, scales, offsets, factors):
+    """Turn each amax into its scale byte, offset and factor; return the largest amax."""
     largest = np.uint16(0)
     for i in range(amax.size):
         byte = _scale_byte(amax[i], round_up, emax)
         scales[i] = byte
+        offsets[i] = _offset(byte, fmt)
         factors[i] = _inverse(byte)
         largest = max(largest, amax[i])
     return largest
 
 
 @njit(nogil=True, error_model="numpy")
-def _scale_tiles(amax, round_up, emax, scales, factors):
-    """As `_scale_all`, with one scale for every 32 columns."""
+def _scale_tiles(amax, round_up, emax, fmt, scales, offsets, factors):
+    """As `_scale_columns`, with one scale for every 32 columns."""
     largest = np.uint16(0)
     for tile in range(scales.size):
         tile_amax = np.uint16(0)
         for i in range(tile * BLOCK, min(tile * BLOCK + BLOCK, amax.size)):
             tile_amax = max(tile_amax, amax[i])
-        scales[tile] = _scale_byte(tile_amax, round_up, emax)
-        factors[tile * BLOCK : tile * BLOCK + BLOCK] = _inverse(scales[tile])
+        byte = _scale_byte(tile_amax, round_up, emax)
+        scales[tile] = byte
+        for i in range(tile * BLOCK, tile * BLOCK + BLOCK):
+            offsets[i] = _offset(byte, fmt)
+            factors[i] = _inverse(byte)
         largest = max(largest, tile_amax)
     return largest
 
@@ -275,14 +323,14 @@ def quantize_units(
     column_scales [batch, ceil(rows / 32), columns]; TILES writes column_codes and column_scales [batch,
     ceil(rows / 32), ceil(columns / 32)], all uint8. What is not written may be any address.
     round_up: what to add to amax's bf16 bits (int32). emax: int32. fmt: int32 (mantissa bits, biased exponent of the
-    smallest normal, 16 - bits, NaN code). top: the largest element, fp32.
+    smallest normal, 16 - bits, NaN code, code of the largest element). top: the largest element, fp32.
     """
     batches, rows, columns = size
     units = (rows + BLOCK - 1) // BLOCK
     column_blocks = (columns + BLOCK - 1) // BLOCK
     width = min(column_blocks * BLOCK, MAX_COLUMNS)
     amax = np.empty(width, np.uint16)
-    factors = np.empty(width, np.float32)
+    offsets, factors = np.empty(width, np.int16), np.empty(width, np.float32)
     tail_x, tail_codes = np.empty(BLOCK, np.uint16), np.empty(BLOCK, np.uint8)
     tiles = layout == TILES
     scales_a_unit = column_blocks if tiles else columns
@@ -310,14 +358,16 @@ def quantize_units(
                 if tiles:
                     at = unit * scales_a_unit + c0 // BLOCK
                     scales = column_scales_out[at : at + (count + BLOCK - 1) // BLOCK]
-                    largest = _scale_tiles(amax[:count], round_up, emax, scales, factors)
+                    largest = _scale_tiles(amax[:count], round_up, emax, fmt, scales, offsets, factors)
                 else:
                     at = unit * scales_a_unit + c0
                     scales = column_scales_out[at : at + count]
-                    largest = _scale_all(amax[:count], round_up, emax, scales, factors)
+                    largest = _scale_columns(amax[:count], round_up, emax, fmt, scales, offsets, factors)
                 for r in row_range:
                     start = r * columns + c0
-                    _encode_columns(flat, start, count, data(factors), column_out, fmt, top, tail_x, tail_codes)
+                    _encode_columns(
+                        flat, start, count, data(offsets), data(factors), column_out, fmt, top, tail_x, tail_codes
+                    )
                 if largest >= BF16_INFINITY:
                     for i in range(count):
                         if scales[i // BLOCK if tiles else i] == 255:
