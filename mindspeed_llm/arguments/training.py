@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from mindspeed_llm.arguments.flag import NO_EFFECT, NOT_BUILT, flag
 
-_NO_PROFILE = "profiling is not built"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingArguments:
@@ -102,6 +100,12 @@ class TrainingArguments:
 
     logging_steps: int = flag("Steps between lines of the log.", 1, minimum=1)
     log_throughput: bool = flag("Log TFLOP/s of each device too; tokens per second are always logged.", False)
+    peak_tflops: float | None = flag(
+        "Peak TFLOP/s of one device, which model FLOPs utilization (MFU) is a share of; unset, dense bf16 from a "
+        "table, on CPU measured.",
+        None,
+        above=0,
+    )
     log_cpu_memory: bool = flag(
         "Log the memory of the process.",
         False,
@@ -110,10 +114,9 @@ class TrainingArguments:
     )
     tensorboard_dir: str | None = flag("Folder of TensorBoard events; unset, OUTPUT_DIR/tensorboard.", None)
     quant_stats_steps: int = flag(
-        "Steps between statistics of quantized tensors; 0 takes none.",
+        "Steps between measurements of quantized inputs, weights and gradients (saturation, underflow, SQNR, scales) "
+        "into OUTPUT_DIR/quantization_health.jsonl and TensorBoard; 0 measures nothing.",
         0,
-        status=NOT_BUILT,
-        note="quantization_plan.json says what is quantized, without statistics",
         minimum=0,
     )
     dry_run: bool = flag("Check everything, print and save the plan, and stop before anything is allocated.", False)
@@ -139,20 +142,15 @@ class TrainingArguments:
         note="batches cross the end of an epoch, so none is short",
     )
 
-    profile: bool = flag(
-        "Record a profile.",
-        False,
-        status=NOT_BUILT,
-        note="metrics.jsonl has step times, bytes and memory of every step",
-    )
-    profile_step_start: int = flag("First step to profile.", 0, status=NO_EFFECT, note=_NO_PROFILE, minimum=0)
-    profile_step_end: int = flag("Step to stop at; -1: one step.", -1, status=NO_EFFECT, note=_NO_PROFILE, minimum=-1)
-    profile_ranks: list[int] = flag("Ranks to profile; -1: all.", [-1], status=NO_EFFECT, note=_NO_PROFILE)
-    profile_level: str = flag("Detail of an NPU profile.", "level0", status=NO_EFFECT, note=_NO_PROFILE)
-    profile_export_type: str = flag("File format.", "text", status=NO_EFFECT, note=_NO_PROFILE)
-    profile_data_simplification: bool = flag("Drop raw data.", False, status=NO_EFFECT, note=_NO_PROFILE)
-    profile_with_cpu: bool = flag("Record CPU operators.", False, status=NO_EFFECT, note=_NO_PROFILE)
-    profile_with_stack: bool = flag("Record call stacks.", False, status=NO_EFFECT, note=_NO_PROFILE)
-    profile_with_memory: bool = flag("Record memory.", False, status=NO_EFFECT, note=_NO_PROFILE)
-    profile_record_shapes: bool = flag("Record shapes.", False, status=NO_EFFECT, note=_NO_PROFILE)
-    profile_save_path: str = flag("Folder of profiles.", "./profile", status=NO_EFFECT, note=_NO_PROFILE)
+    profile: bool = flag("Record a profile; tools/profile_report.py makes a page of it.", False)
+    profile_step_start: int = flag("Steps before the first profiled one.", 0, minimum=0)
+    profile_step_end: int = flag("Last step to profile; -1: only one step.", -1, minimum=-1)
+    profile_ranks: list[int] = flag("Ranks to profile; -1: all.", [-1])
+    profile_level: str = flag("Detail of an NPU profile: level_none, level0, level1 or level2.", "level0")
+    profile_export_type: str = flag("File format of an NPU profile: text or db.", "text")
+    profile_data_simplification: bool = flag("Drop the raw data of an NPU profile.", False)
+    profile_with_cpu: bool = flag("Record CPU operators beside an accelerator's; on CPU they always are.", False)
+    profile_with_stack: bool = flag("Record call stacks.", False)
+    profile_with_memory: bool = flag("Record allocations.", False)
+    profile_record_shapes: bool = flag("Record the shapes of operators' inputs.", False)
+    profile_save_path: str = flag("Folder of profiles.", "./profile")

@@ -38,7 +38,10 @@ class HealthLog:
     def __init__(self, output_dir: Path, tensorboard, first_step: int = 1):
         self._path, self._tensorboard = Path(output_dir) / HEALTH_FILE, tensorboard
         kept = [row for row in read_health(output_dir) if row.step < first_step] if first_step > 1 else []
-        self._path.write_text("".join(json.dumps(row.as_row()) + "\n" for row in kept), encoding="utf-8")
+        if kept:
+            self._path.write_text("".join(json.dumps(row.as_row()) + "\n" for row in kept), encoding="utf-8")
+        else:
+            self._path.unlink(missing_ok=True)
 
     def write(self, rows: list[TensorHealth]) -> None:
         """Append one step's rows."""

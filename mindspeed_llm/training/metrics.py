@@ -15,6 +15,10 @@ from pathlib import Path
 
 import torch
 
+from fsdp2.quantization.health import TensorHealth
+
+from .health_log import HealthLog
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -35,6 +39,7 @@ class StepMetrics:
     memory_reserved_bytes: int
     communication: dict[str, int] = field(default_factory=dict)  # the counters of fsdp2.communication, by their names
     model_tflops: float | None = None  # per device, by the convention of model_flops_per_token
+    mfu: float | None = None  # model_tflops over the device's peak
     evaluation: dict[str, float] = field(default_factory=dict)  # loss, bits_per_byte, ... where this step was evaluated
 
     def as_row(self) -> dict:
@@ -78,6 +83,8 @@ def console_line(metrics: StepMetrics, *, total_steps: int, global_batch_size: i
             fields.append(f"vs bf16: {ratio:.3f}")
     if metrics.model_tflops is not None:
         fields.append(f"TFLOP/s per device: {metrics.model_tflops:.3f}")
+    if metrics.mfu is not None:
+        fields.append(f"MFU: {metrics.mfu:.1%}")
     fields += [f"eval {key.replace('_', ' ')}: {value:.4f}" for key, value in metrics.evaluation.items()]
     stamp = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
     return f"INFO [{stamp}] >>  " + " | ".join(fields) + " |"
@@ -117,7 +124,7 @@ class MetricsWriter:
         global_batch_size: int,
     ) -> None:
         self.total_steps, self.global_batch_size = total_steps, global_batch_size
-        self._file = self._tensorboard = self._bar = None
+        self._file = self._tensorboard = self._bar = self._health = None
         if rank != 0:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -127,6 +134,7 @@ class MetricsWriter:
         _replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(tensorboard_dir), purge_step=first_step)
+        self._health = HealthLog(output_dir, self._tensorboard, first_step)
         if sys.stdout.isatty():
             from tqdm import tqdm
 
@@ -146,6 +154,11 @@ class MetricsWriter:
             if key != "step":
                 group = "eval" if key.startswith("eval_") else "train"
                 self._tensorboard.add_scalar(f"{group}/{key.removeprefix('eval_')}", value, metrics.step)
+
+    def log_health(self, rows: list[TensorHealth]) -> None:
+        """Write the quantization health of one step."""
+        if self._health is not None:
+            self._health.write(rows)
 
     def advance(self) -> None:
         """Move the progress bar by one step."""

@@ -19,6 +19,7 @@ from fsdp2 import parallelize
 from fsdp2.communication import counters
 from fsdp2.engine import set_gradient_sync
 from fsdp2.gradients import clip_grad_norm_
+from fsdp2.quantization.health import HealthCollector, TensorHealth
 from mindspeed_llm.data import EvaluationLoader, PretrainingLoader
 from mindspeed_llm.models import initialize_weights, load_hf_weights, model_flops_per_token, save_hf_weights
 from mindspeed_llm.models.initialization import reset_buffers
@@ -30,6 +31,8 @@ from .loss import CHUNK_TOKENS, count_label_tokens, cross_entropy
 from .metrics import METRICS_FILE, MetricsWriter, StepMetrics, memory_bytes, read_metrics
 from .nonfinite import NonFiniteError, diagnose
 from .optimizer import build_optimizer, set_learning_rate
+from .peak import peak_tflops
+from .profiler import StepProfiler
 from .signals import StopRequest
 
 
@@ -83,6 +86,10 @@ class Trainer:
             )
         self.counters = counters(self.model)
         self.flops_per_token = model_flops_per_token(job.model.config, job.arguments.data.cutoff_len)
+        self.peak_tflops = peak_tflops(device, training.peak_tflops)
+        self.profiler = StepProfiler(training, job.launch.rank, device)
+        self.health = HealthCollector(self.model)
+        self.health_rows: list[TensorHealth] = []  # of the last step, where that step was measured
         self.chunk_tokens = job.arguments.optimization.chunk_loss_size or CHUNK_TOKENS
         self.evaluation: dict[str, float] = {}
 
@@ -120,8 +127,13 @@ class Trainer:
         with StopRequest() as stop:
             try:
                 while self.state.step < job.total_steps:
+                    self.profiler.before_step(self.state.step)
                     metrics, signum = self._step(stop)
                     step = self.state.step
+                    if traces := self.profiler.after_step(step):
+                        writer.print(f"profile up to step {step} written to {traces}")
+                    if self.health_rows:
+                        writer.log_health(self.health_rows)
                     last = step == job.total_steps
                     if job.valid_data is not None and (last or _is_due(step, training.eval_steps)):
                         self.evaluation = metrics.evaluation = self._evaluate()
@@ -138,6 +150,7 @@ class Trainer:
                         )
                         return 128 + signum
             finally:
+                self.profiler.close()
                 writer.close()
         self._finish()
         return 0
@@ -147,13 +160,18 @@ class Trainer:
         job, training, state = self.job, self.job.arguments.training, self.state
         begin = time.perf_counter()
         micro_batches = next(self.loader)
+        measured = _is_due(state.step + 1, training.quant_stats_steps) and not self.health.is_empty
+        if measured:
+            self.health.start()
         result = self._forward_backward(micro_batches, stop)
+        self.health_rows = self.health.finish(state.step + 1) if measured else []
         grad_norm = clip_grad_norm_(self.model, training.max_grad_norm) if math.isfinite(result.loss) else math.nan
         if not math.isfinite(grad_norm):
             self._stop_nonfinite(micro_batches, result, grad_norm)
         lr = job.schedule.at(state.step + 1)
         set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
+        with self.profiler.phase("optimizer"):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         tokens = job.global_batch_size * job.arguments.data.cutoff_len
         state.step += 1
@@ -162,7 +180,7 @@ class Trainer:
         state.loader = self.loader.state_dict()
         elapsed = time.perf_counter() - begin
         allocated, reserved = memory_bytes(self.device)
-        per_device = tokens / elapsed / job.launch.world_size
+        model_tflops = tokens / elapsed / job.launch.world_size * self.flops_per_token / 1e12
         metrics = StepMetrics(
             step=state.step,
             loss=result.loss,
@@ -176,7 +194,8 @@ class Trainer:
             memory_peak_bytes=allocated,
             memory_reserved_bytes=reserved,
             communication=self.counters.take(),
-            model_tflops=per_device * self.flops_per_token / 1e12,
+            model_tflops=model_tflops,
+            mfu=model_tflops / self.peak_tflops if self.peak_tflops else None,
         )
         return metrics, result.signum
 
@@ -192,7 +211,8 @@ class Trainer:
         has_aux = False
         for index, (inputs, labels) in enumerate(batches):
             set_gradient_sync(self.model, index == len(batches) - 1)
-            output = self.model(inputs)
+            with self.profiler.phase("forward"):
+                output = self.model(inputs)
             objective = loss = cross_entropy(output.logits, labels, scale, self.chunk_tokens)
             losses[0] += loss.detach()
             if output.router_aux_loss is not None:
@@ -200,7 +220,8 @@ class Trainer:
                 losses[1] += output.router_aux_loss.detach() / len(batches)
                 if aux_weight:
                     objective = loss + aux_weight * output.router_aux_loss
-            objective.backward()
+            with self.profiler.phase("backward"):
+                objective.backward()
         received = stop.signum if stop is not None else 0
         shared = torch.cat([losses, losses.new_tensor([received == signal.SIGTERM, received == signal.SIGINT])])
         dist.all_reduce(shared)

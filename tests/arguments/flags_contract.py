@@ -214,6 +214,7 @@ ADDED = {
     "training": [
         ("tensorboard_dir", "str?", (), None),
         ("quant_stats_steps", "int", (), 0),
+        ("peak_tflops", "float?", (), None),
         ("eval_steps", "int", (), 0),
         ("eval_iters", "int", (), 0),
         ("dry_run", "bool", (), False),
