@@ -55,6 +55,13 @@ def _per_element(builder, value, index):
     return _splat(builder, value)
 
 
+def _largest(builder, magnitudes):
+    name = "llvm.vector.reduce.umax.v32i16"
+    function_type = ir.FunctionType(_I16, [magnitudes.type])
+    reduce = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
+    return builder.call(reduce, [magnitudes])
+
+
 @intrinsic
 def pointer(typing_context, address, dtype):
     """Return `address`, an integer, as a pointer to `dtype`, for `carray`."""
@@ -83,12 +90,23 @@ def block_amax(typing_context, x, at):
     """Return the largest magnitude, as bf16 bits, of the 32 numbers x[at:at+32]."""
 
     def generate(context, b, signature, args):
-        bits = b.load(_address(b, *args, _I16), align=2)
-        name = "llvm.vector.reduce.umax.v32i16"
-        reduce = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(_I16, [bits.type]), name)
-        return b.call(reduce, [b.and_(bits, _constant(_I16, 0x7FFF))])
+        return _largest(b, b.and_(b.load(_address(b, *args, _I16), align=2), _constant(_I16, 0x7FFF)))
 
     return types.uint16(x, types.intp), generate
+
+
+@intrinsic
+def block_and_column_amax(typing_context, x, at, column_amax, column):
+    """As `block_amax`, and raise column_amax[column:column+32] to the magnitudes of x[at:at+32]."""
+
+    def generate(context, b, signature, args):
+        magnitude = b.and_(b.load(_address(b, *args[:2], _I16), align=2), _constant(_I16, 0x7FFF))
+        address = _address(b, *args[2:], _I16)
+        so_far = b.load(address, align=2)
+        b.store(b.select(b.icmp_unsigned(">", magnitude, so_far), magnitude, so_far), address, align=2)
+        return _largest(b, magnitude)
+
+    return types.uint16(x, types.intp, column_amax, types.intp), generate
 
 
 @intrinsic
@@ -229,9 +247,10 @@ def _power(byte):
 
 
 @njit(nogil=True, error_model="numpy")
-def _quantize_row_block(x, at, codes, codes_at, round_up, emax, fmt, top):
+def _quantize_row_block(x, at, codes, codes_at, amax, column, both, round_up, emax, fmt, top):
     """Quantize x[at:at+32] as one block into codes[codes_at:]; return the scale byte."""
-    byte = _scale_byte(block_amax(x, at), round_up, emax)
+    largest = block_and_column_amax(x, at, amax, column) if both else block_amax(x, at)
+    byte = _scale_byte(largest, round_up, emax)
     if encode_normal_block(x, at, _offset(byte, fmt), 0, codes, codes_at, fmt[0], fmt[2], fmt[4]):
         encode_block(x, at, _inverse(byte), 0, codes, codes_at, fmt[0], fmt[1], fmt[2], top)
     if byte == 255:
@@ -241,15 +260,21 @@ def _quantize_row_block(x, at, codes, codes_at, round_up, emax, fmt, top):
 
 
 @njit(nogil=True, error_model="numpy")
-def _quantize_rows(x, start, count, codes, scales, scales_at, round_up, emax, fmt, top, tail_x, tail_codes):
-    """Quantize x[start:start+count], part of one row, in blocks of 32; the last one is padded with zeros."""
+def _quantize_row(
+    x, start, count, codes, scales, scales_at, amax, both, round_up, emax, fmt, top, tail_x, tail_codes
+):
+    """Quantize x[start:start+count], part of one row, in blocks of 32; the last one is padded with zeros.
+
+    With `both`, raise `amax` of the columns on the way.
+    """
     whole = count - count % BLOCK
     for c in range(0, whole, BLOCK):
-        byte = _quantize_row_block(x, start + c, codes, start + c, round_up, emax, fmt, top)
+        byte = _quantize_row_block(x, start + c, codes, start + c, amax, c, both, round_up, emax, fmt, top)
         scales[scales_at + c // BLOCK] = np.uint8(byte)
     if whole < count:
         _copy_tail(x, start + whole, count - whole, tail_x)
-        byte = _quantize_row_block(data(tail_x), 0, data(tail_codes), 0, round_up, emax, fmt, top)
+        tail, tail_to = data(tail_x), data(tail_codes)
+        byte = _quantize_row_block(tail, 0, tail_to, 0, amax, whole, both, round_up, emax, fmt, top)
         scales[scales_at + whole // BLOCK] = np.uint8(byte)
         for i in range(count - whole):
             codes[start + whole + i] = tail_codes[i]
@@ -343,18 +368,20 @@ def quantize_units(
         row_range = range(batch * rows + top_row, batch * rows + min(top_row + BLOCK, rows))
         for c0 in range(0, columns, width):
             count = min(width, columns - c0)
+            amax[:] = 0
             if layout & ROWS:
+                both, column_amax = layout & COLUMNS != 0, data(amax)
                 for r in row_range:
-                    at = r * column_blocks + c0 // BLOCK
-                    start = r * columns + c0
-                    _quantize_rows(
-                        flat, start, count, row_out, row_scales_out, at, round_up, emax, fmt, top, tail_x, tail_codes
-                    )
-            if layout & (COLUMNS | TILES):
-                amax[:] = 0
-                factors[count:] = 0.0
+                    start, at = r * columns + c0, r * column_blocks + c0 // BLOCK
+                    _quantize_row(
+                        flat, start, count, row_out, row_scales_out, at, column_amax, both, round_up, emax, fmt, top,
+                        tail_x, tail_codes,
+                    )  # fmt: skip
+            else:
                 for r in row_range:
                     _raise_amax(amax[:count], bits[r * columns + c0 : r * columns + c0 + count])
+            if layout & (COLUMNS | TILES):
+                factors[count:] = 0.0
                 if tiles:
                     at = unit * scales_a_unit + c0 // BLOCK
                     scales = column_scales_out[at : at + (count + BLOCK - 1) // BLOCK]
