@@ -9,16 +9,19 @@ is quantized along both in one pass in forward; only its codes along M are kept 
 instead of 2), as saved tensors, so that recomputation frees them. The weight is quantized here, unless it comes out of
 a low-precision all-gather and is quantized already (`weights.py`): same bytes either way.
 
-A product is emulated exactly: both operands are dequantized and multiplied with fp32 accumulation, which differs from
-    block-scaled hardware only in the order of accumulation (fsdp2/quantization/mx.py names the backends).
+Where no hardware multiplies blocks (`gemm.py`), a product is emulated exactly: both operands are dequantized and
+multiplied with fp32 accumulation, which differs from hardware only in the order of accumulation.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 from torch import Tensor, nn
 
 from fsdp2.matmul import runs_in_fp32
+from fsdp2.quantization.gemm import matmul
 from fsdp2.quantization.mx import MXTensor, quantize, quantize_dual_axis
 from fsdp2.quantization.recipe import QuantRecipe, TensorRecipe
 
@@ -54,9 +57,9 @@ def quantized_both(
 def weight_operand(weight: Tensor, recipe: QuantRecipe, axis: int) -> Operand:
     """The weight along `axis`: the plane that was gathered, or one made now from the weight in bf16 or fp32."""
     gathered = getattr(weight, "gathered_plane", None)
-    return (
-        gathered(axis) if gathered is not None else quantized(weight.detach(), recipe.weight, recipe.scale_rule, axis)
-    )
+    if gathered is None:
+        return quantized(weight.detach(), recipe.weight, recipe.scale_rule, axis)
+    return dataclasses.replace(gathered(axis), axis=axis)  # a tile's one plane serves both axes
 
 
 def widened(x: Operand, like: Tensor) -> Tensor:
@@ -64,6 +67,15 @@ def widened(x: Operand, like: Tensor) -> Tensor:
     `like`."""
     dtype = torch.float32 if runs_in_fp32(like) else like.dtype
     return x.dequantize(dtype) if isinstance(x, MXTensor) else x.to(dtype)
+
+
+def product(left: Operand, right: Operand, axes: tuple[int, int], like: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The sum over dimension `axes[0]` of `left` and `axes[1]` of `right` (2-D; -1 or -2), plus `bias`, rounded once to
+    the dtype of `like`: on block-scaled hardware when both are quantized, else from dequantized operands."""
+    if isinstance(left, MXTensor) and isinstance(right, MXTensor):
+        return matmul(left, right, out_dtype=like.dtype, bias=bias)
+    a, b = (widened(x, like) if axis == -1 else widened(x, like).t() for x, axis in zip((left, right), axes))
+    return (a @ b.t() if bias is None else torch.addmm(bias.to(a.dtype), a, b.t())).to(like.dtype)
 
 
 def planes_of(x: Operand | None) -> tuple[Tensor, ...]:
@@ -94,9 +106,8 @@ class _MXLinearFunction(torch.autograd.Function):
         ctx.saved_input = OperandForm(x_along_M)
         ctx.save_for_backward(w_NK, *planes_of(x_along_M))
         ctx.recipe, ctx.dtype, ctx.has_bias = recipe, x_MK.dtype, b_N is not None
-        left, right = widened(x_along_K, x_MK), widened(weight_operand(w_NK, recipe, -1), x_MK)
-        y_MN = left @ right.t() if b_N is None else torch.addmm(b_N.to(left.dtype), left, right.t())
-        return y_MN.view(*x.shape[:-1], -1).to(x.dtype)
+        y_MN = product(x_along_K, weight_operand(w_NK, recipe, -1), (-1, -1), x_MK, b_N)
+        return y_MN.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -107,11 +118,11 @@ class _MXLinearFunction(torch.autograd.Function):
         dy_along_N, dy_along_M = quantized_both(dy_MN, recipe.grads, recipe.scale_rule, wants_dx, wants_dw)
         dx = dw = None
         if wants_dx:
-            dx_MK = widened(dy_along_N, dy_MN) @ widened(weight_operand(w_NK, recipe, -2), dy_MN)
+            dx_MK = product(dy_along_N, weight_operand(w_NK, recipe, -2), (-1, -2), dy_MN)
             dx = dx_MK.view(*dy.shape[:-1], -1).to(ctx.dtype)
         if wants_dw:
             x_along_M = ctx.saved_input.restore(tuple(planes))
-            dw = (widened(dy_along_M, dy_MN).t() @ widened(x_along_M, dy_MN)).to(w_NK.dtype)
+            dw = product(dy_along_M, x_along_M, (-2, -2), dy_MN).to(w_NK.dtype)
         db = dy_MN.float().sum(0).to(w_NK.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return dx, dw, db, None
 
