@@ -7,8 +7,9 @@ shows what is on the wire, not what was meant to be.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 
 from fsdp2 import torch_private
 from fsdp2.quantization.mx import MXTensor, quantize
+
+if TYPE_CHECKING:
+    from fsdp2.expert_parallel.layout import ExpertLayout
 
 PHASES = ("forward", "backward")
 
@@ -25,10 +29,12 @@ class Counters:
 
     `all_gather_bytes_*` count whole gathers; the `_quantized` part is what quantized weights sent in them, and
     `quantized_elements` how many weight elements that was, from which the bytes of the same gathers in bf16 follow.
+    `expert_dispatch_*` are token rows on the way to their experts (in backward, gradients of the experts' outputs),
+    `expert_combine_*` what comes back.
     """
 
-    def __init__(self, groups: Sequence[Any]):
-        self._groups = tuple(groups)
+    def __init__(self, groups: Sequence[Any], has_expert_units: bool = False):
+        self._groups, self._has_expert_units = tuple(groups), has_expert_units
         self._reset()
 
     def _reset(self) -> None:
@@ -37,6 +43,8 @@ class Counters:
         self.quantized_elements = 0
         self.weights_quantized = 0
         self.unsharded_bytes_peak = 0
+        self.dispatch_bytes_if_bf16 = 0
+        self.expert_all_gather_bytes = 0 if self._has_expert_units else None  # of units on the experts' mesh
 
     def add(self, collective: str, sent: Tensor) -> None:
         """This rank hands `sent` to one call of `collective` ("all_gather_forward", "reduce_scatter", ...)."""
@@ -73,6 +81,12 @@ class Counters:
         counts |= {f"all_gather_bytes_{phase}_quantized": self.quantized_bytes[phase] for phase in PHASES}
         gathered = counts["all_gather_bytes_forward"] + counts["all_gather_bytes_backward"]
         counts["all_gather_bytes_if_bf16"] = gathered - sum(self.quantized_bytes.values()) + 2 * self.quantized_elements
+        if any(name.startswith("expert_dispatch") for name, _ in self.sent):
+            for name in ("expert_dispatch", "expert_combine"):
+                counts[f"{name}_bytes"] = sum(self._total(f"{name}_{phase}", 1) for phase in PHASES)
+            counts["expert_dispatch_bytes_if_bf16"] = self.dispatch_bytes_if_bf16
+        if self.expert_all_gather_bytes is not None:
+            counts["expert_all_gather_bytes"] = self.expert_all_gather_bytes
         counts["weights_quantized"] = self.weights_quantized
         counts["unsharded_bytes_peak"] = self.unsharded_bytes_peak
         self._reset()
@@ -87,13 +101,15 @@ class _Allocates:
 class CountedAllGather(_Allocates):
     """FSDP2's all-gather of one parameter group, counted by the phase the group is in."""
 
-    def __init__(self, counters: Counters, group: Any):
-        self._counters, self._group = counters, group
+    def __init__(self, counters: Counters, group: Any, of_experts: bool = False):
+        self._counters, self._group, self._of_experts = counters, group, of_experts
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
         self._counters.add(
             f"all_gather_{'backward' if torch_private.is_backward(self._group) else 'forward'}", input_tensor
         )
+        if self._of_experts:
+            self._counters.expert_all_gather_bytes += input_tensor.nbytes
         self._counters.sample_unsharded()
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -160,21 +176,39 @@ class QuantizedReduceScatter(CountedReduceScatter):
         output.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
 
 
-def count_communication(model: nn.Module, reduce_scatter: str = "none", replicated: bool = False) -> Counters:
+def count_communication(
+    model: nn.Module, reduce_scatter: str = "none", replicated: bool = False, experts: ExpertLayout | None = None
+) -> Counters:
     """Send every collective of the FSDP units of `model` through counted ones, and keep their counters on the model.
 
     Args:
         reduce_scatter: "none" reduces gradients in FSDP2's reduce dtype, "mxfp8" sends them quantized.
         replicated: parameters are replicated too (hybrid sharding): an all-reduce over the replicas follows.
+        experts: which units lie on the experts' mesh, with its own replicas. A rank's experts see the tokens of ep_size
+            ranks, but FSDP2 averages over the ranks that share those experts only: their gradients are divided by
+            ep_size here.
     """
-    model.communication_counters = counters = Counters(list(torch_private.param_groups(model)))
+    on_expert_mesh = {id(model.get_submodule(name)) for name in experts.modules} if experts else set()
+    model.communication_counters = counters = Counters(list(torch_private.param_groups(model)), experts is not None)
     reduce_scatter_class = QuantizedReduceScatter if reduce_scatter == "mxfp8" else CountedReduceScatter
+
+    def reduced(gradients: Tensor, *, over_replicas: bool, ranks_of_tokens: int) -> None:
+        if over_replicas:
+            counters.add("all_reduce", gradients)
+        if ranks_of_tokens > 1:
+            gradients.div_(ranks_of_tokens)
+
     for module in torch_private.fsdp_modules(model):
+        of_experts = id(module) in on_expert_mesh
         for group in torch_private.own_param_groups(module):
-            module.set_custom_all_gather(CountedAllGather(counters, group))
+            module.set_custom_all_gather(CountedAllGather(counters, group, of_experts))
             module.set_custom_reduce_scatter(reduce_scatter_class(counters))
-            if replicated:  # FSDP2 calls the hook with what it has just reduced over the replicas
-                module.set_all_reduce_hook(lambda reduced: counters.add("all_reduce", reduced))
+            over_replicas = experts.replicas > 1 if of_experts else replicated
+            ranks_of_tokens = experts.ep_size if of_experts else 1
+            if over_replicas or ranks_of_tokens > 1:  # FSDP2 calls the hook with what it has just reduced
+                module.set_all_reduce_hook(
+                    functools.partial(reduced, over_replicas=over_replicas, ranks_of_tokens=ranks_of_tokens)
+                )
         # FSDP's own pre-hook gathers; ours is registered after it and sees the result.
         module.register_forward_pre_hook(lambda *_: counters.sample_unsharded())
     return counters

@@ -1,6 +1,7 @@
 """`parallelize`: turn a module into one that is sharded, quantized and recomputed as a plan says.
 
-    convert -> recompute -> fully_shard -> give storage -> count and gather low-precision -> prefetch
+    convert -> recompute -> spread experts -> fully_shard -> give storage -> count, gather low-precision -> dispatch
+    -> prefetch
 
 The model may be on the meta device: conversion, checks and sharding need no storage, and each rank then allocates its
     own shards only, uninitialized.
@@ -8,16 +9,22 @@ The model may be on the meta device: conversion, checks and sharding need no sto
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.communication import count_communication
 from fsdp2.errors import ConfigurationError, nearest
-from fsdp2.mesh import data_parallel_mesh
+from fsdp2.expert_parallel.dispatch import attach_dispatchers
+from fsdp2.expert_parallel.layout import ExpertLayout
+from fsdp2.mesh import data_parallel_mesh, expert_meshes
 from fsdp2.patterns import match_modules
-from fsdp2.plan import ParallelPlan, WeightGather, gather_plan
+from fsdp2.plan import ParallelPlan, WeightGather, lay_out
 from fsdp2.recompute import recompute_modules
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,7 +47,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan) -> nn.Module:
             allocated.
     """
     plan.check_sizes()
-    gathers = gather_plan(model, plan)
+    gathers, experts = lay_out(model, plan)
     units = _units(model, plan)
     ignored = _ignored_parameters(model, plan)
     if plan.quantization is not None:
@@ -50,10 +57,13 @@ def parallelize(model: nn.Module, plan: ParallelPlan) -> nn.Module:
         units = [(name, model.get_submodule(name)) for name, _ in units]
     if plan.recompute:
         recompute_modules(model, plan.recompute_modules)
+    ep_group = _shard_experts(model, experts, ignored, plan) if experts else None
     _shard(model, units, ignored, plan)
     _give_storage(model, torch.device("cpu") if plan.cpu_offload else _device(plan.device_type))
-    _gather_low_precision(model, plan, gathers)
-    _set_prefetch([module for _, module in units], plan)
+    _gather_low_precision(model, plan, gathers, experts)
+    if ep_group is not None:
+        attach_dispatchers(model, experts, ep_group, plan)
+    _set_prefetch(units, experts.modules if experts else (), model, plan)
     return model
 
 
@@ -105,25 +115,59 @@ def _ignored_parameters(model: nn.Module, plan: ParallelPlan) -> set[nn.Paramete
     return ignored
 
 
-def _shard(
-    model: nn.Module, units: list[tuple[str, nn.Module]], ignored: set[nn.Parameter], plan: ParallelPlan
-) -> None:
-    mesh = data_parallel_mesh(plan.device_type, plan.fsdp_size, plan.dp_replicate_size)
-    policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPES[plan.param_dtype], reduce_dtype=TORCH_DTYPES[plan.reduce_dtype]
-    )
+def _options(plan: ParallelPlan, ignored: set[nn.Parameter]) -> dict:
+    """What all calls of fully_shard share."""
     options = {
-        "mesh": mesh,
         "reshard_after_forward": plan.reshard_after_forward,
-        "mp_policy": policy,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPES[plan.param_dtype], reduce_dtype=TORCH_DTYPES[plan.reduce_dtype]
+        ),
         "ignored_params": ignored,
-        "shard_placement_fn": lambda parameter: Shard(plan.shard_dim(parameter.shape)),
     }
     if plan.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.device_type != "cpu")
+    return options
+
+
+def _shard(
+    model: nn.Module, units: list[tuple[str, nn.Module]], ignored: set[nn.Parameter], plan: ParallelPlan
+) -> None:
+    options = _options(plan, ignored) | {
+        "mesh": data_parallel_mesh(plan.device_type, plan.fsdp_size, plan.dp_replicate_size),
+        "shard_placement_fn": lambda parameter: Shard(plan.shard_dim(parameter.shape)),
+    }
     for _, module in reversed(units):  # inner units before the ones around them
         fully_shard(module, **options)
     fully_shard(model, **options)
+
+
+def _shard_experts(
+    model: nn.Module, experts: ExpertLayout, ignored: set[nn.Parameter], plan: ParallelPlan
+) -> dist.ProcessGroup | None:
+    """Spread the experts over ep, shard them over ep_fsdp; returns the group that tokens are dispatched over, if any.
+
+    An expert module is a unit of its own: its mesh is another, and its inputs (fp32 router weights) are not cast.
+    """
+    sharded_on, spread_over = expert_meshes(plan.device_type, plan.world_size, plan.ep_size, plan.ep_fsdp_size)
+    options = _options(plan, ignored) | {"mesh": sharded_on}
+    options["mp_policy"] = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
+    for name in experts.modules:
+        module, dims = model.get_submodule(name), {}
+        for inner, child in module.named_modules():
+            weight_module = f"{name}.{inner}" if inner else name
+            if not experts.covers(weight_module):
+                continue
+            if spread_over is not None:
+                child.weight = _spread(child.weight, spread_over)
+            dims[child.weight] = experts.shard_dims[weight_module]
+        fully_shard(module, shard_placement_fn=lambda parameter, dims=dims: Shard(dims[parameter]), **options)
+    return spread_over.get_group() if spread_over is not None else None
+
+
+def _spread(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's experts of `weight` [E, I, O], as a DTensor of the whole."""
+    local = weight.detach().chunk(mesh.size(), 0)[mesh.get_local_rank()].clone()
+    return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False), weight.requires_grad)
 
 
 def _device(device_type: str) -> torch.device:
@@ -151,8 +195,10 @@ def _give_storage(model: nn.Module, device: torch.device) -> None:
                 store[name] = made[id(tensor)]
 
 
-def _gather_low_precision(model: nn.Module, plan: ParallelPlan, gathers: list[WeightGather]) -> None:
-    counters = count_communication(model, plan.low_precision_reduce_scatter, plan.dp_replicate_size > 1)
+def _gather_low_precision(
+    model: nn.Module, plan: ParallelPlan, gathers: list[WeightGather], experts: ExpertLayout | None
+) -> None:
+    counters = count_communication(model, plan.low_precision_reduce_scatter, plan.dp_replicate_size > 1, experts)
     rules = {f"{gather.decision.module}.weight": gather.rule(plan) for gather in gathers if gather.low_precision}
     if rules:
         from fsdp2.quantization.weights import gather_quantized
@@ -160,10 +206,18 @@ def _gather_low_precision(model: nn.Module, plan: ParallelPlan, gathers: list[We
         gather_quantized(model, rules, counters)
 
 
-def _set_prefetch(units: list[nn.Module], plan: ParallelPlan) -> None:
-    """Issue gathers ahead of use, in the order of the model's definition."""
-    for index, unit in enumerate(units):
-        if ahead := units[index + 1 : index + 1 + plan.num_to_forward_prefetch]:
+def _set_prefetch(
+    units: list[tuple[str, nn.Module]], expert_names: tuple[str, ...], model: nn.Module, plan: ParallelPlan
+) -> None:
+    """Issue gathers ahead of use, in the order of the model's definition; a unit's experts are gathered with it."""
+    slots = [
+        [unit, *(model.get_submodule(name) for name in expert_names if name.startswith(unit_name + "."))]
+        for unit_name, unit in units
+    ]
+    for index, (unit, *own) in enumerate(slots):
+        forward = slots[index + 1 : index + 1 + plan.num_to_forward_prefetch]
+        if plan.num_to_forward_prefetch and (ahead := own + [module for slot in forward for module in slot]):
             unit.set_modules_to_forward_prefetch(ahead)
-        if behind := units[max(0, index - plan.num_to_backward_prefetch) : index][::-1]:
+        backward = slots[max(0, index - plan.num_to_backward_prefetch) : index][::-1]
+        if plan.num_to_backward_prefetch and (behind := own + [module for slot in backward for module in slot]):
             unit.set_modules_to_backward_prefetch(behind)

@@ -29,7 +29,8 @@ def _shards(model: nn.Module) -> dict[tuple, list[tuple[str, Tensor]]]:
             continue
         if isinstance(parameter.grad, DTensor):
             grad = parameter.grad
-            sharding = tuple(dim for dim, placement in enumerate(grad.placements) if placement.is_shard())
+            # Experts are cut along dimension 0 twice, which FSDP2 calls strided and no plain shard.
+            sharding = tuple(dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
             groups[(grad.device_mesh, sharding)].append((name, grad.to_local()))
         else:
             groups[(None, ())].append((name, parameter.grad))

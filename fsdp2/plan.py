@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp2.errors import ConfigurationError, nearest
-from fsdp2.mesh import check_mesh_sizes
+from fsdp2.expert_parallel.layout import ExpertLayout, expert_layout
+from fsdp2.mesh import check_expert_mesh_sizes, check_mesh_sizes
 from fsdp2.patterns import covers, match_modules
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ DTYPES = ("bf16", "fp16", "fp32")
 GATHER_MODES = ("on-demand", "all")
 REDUCE_SCATTERS = ("none", "mxfp8")
 SHARD_PLACEMENTS = ("shard_by_dim_0", "shard_by_dim_1")
+DISPATCHERS = ("eager", "fused", "mc2")
+DISPATCH_PRECISIONS = ("param_dtype", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,13 @@ class ParallelPlan:
         shard_placement: None or "shard_by_dim_0" shards rows; "shard_by_dim_1" shards columns of the parameters whose
             second dimension divides by fsdp_size.
         cpu_offload: masters, gradients and optimizer state live in host memory; shards go to the device to be gathered.
+        ep_size, ep_fsdp_size: ranks that hold different experts, ranks over which these are sharded; with the replicas
+            that remain their product is the world size. Both 1: experts are sharded like all parameters.
+        ep_modules, ep_fsdp_modules: patterns of the expert modules that are spread over ranks, that are sharded on
+            their own mesh.
+        expert_shard_placement: as shard_placement, of experts [E, I, O] over ep_fsdp_size; None chooses what works.
+        ep_dispatcher, ep_dispatch_precision: how tokens travel to their experts (`fsdp2.expert_parallel.dispatch`), and
+            in which precision: "param_dtype", or "mxfp8".
     """
 
     world_size: int
@@ -85,6 +95,13 @@ class ParallelPlan:
     low_precision_reduce_scatter: str = "none"
     shard_placement: str | None = None
     cpu_offload: bool = False
+    ep_size: int = 1
+    ep_fsdp_size: int = 1
+    ep_modules: tuple[str, ...] = ("model.layers.{*}.mlp.experts",)
+    ep_fsdp_modules: tuple[str, ...] = ("model.layers.{*}.mlp.experts",)
+    expert_shard_placement: str | None = None
+    ep_dispatcher: str = "eager"
+    ep_dispatch_precision: str = "param_dtype"
 
     def check_sizes(self) -> None:
         """Refuse values that cannot work, without looking at a model.
@@ -93,6 +110,7 @@ class ParallelPlan:
             ConfigurationError: names the flag, its value and what fits.
         """
         check_mesh_sizes(self.world_size, self.fsdp_size, self.dp_replicate_size)
+        check_expert_mesh_sizes(self.world_size, self.ep_size, self.ep_fsdp_size)
         for flag, value in (("param_dtype", self.param_dtype), ("reduce_dtype", self.reduce_dtype)):
             if value not in DTYPES:
                 raise ConfigurationError(
@@ -104,15 +122,23 @@ class ParallelPlan:
         ):
             if value < 0:
                 raise ConfigurationError(f"--parallel.{flag} {value}: must be 0 or more")
-        if self.low_precision_reduce_scatter not in REDUCE_SCATTERS:
+        for flag, value, allowed in (
+            ("low_precision_reduce_scatter", self.low_precision_reduce_scatter, REDUCE_SCATTERS),
+            ("shard_placement_fn", self.shard_placement, (None, *SHARD_PLACEMENTS)),
+            ("efsdp_shard_placement_fn", self.expert_shard_placement, (None, *SHARD_PLACEMENTS)),
+            ("ep_dispatcher", self.ep_dispatcher, DISPATCHERS),
+            ("ep_dispatch_precision", self.ep_dispatch_precision, DISPATCH_PRECISIONS),
+        ):
+            if value not in allowed:
+                words = [word for word in allowed if word]
+                raise ConfigurationError(
+                    f"--parallel.{flag} '{value}': allowed are {', '.join(words)}{nearest(value, words)}"
+                )
+        if self.ep_dispatcher == "mc2":
+            where = "" if self.device_type == "npu" else f"; this run is on {self.device_type}"
             raise ConfigurationError(
-                f"--parallel.low_precision_reduce_scatter '{self.low_precision_reduce_scatter}': allowed are "
-                f"{', '.join(REDUCE_SCATTERS)}{nearest(self.low_precision_reduce_scatter, REDUCE_SCATTERS)}"
-            )
-        if self.shard_placement not in (None, *SHARD_PLACEMENTS):
-            raise ConfigurationError(
-                f"--parallel.shard_placement_fn '{self.shard_placement}': allowed are {', '.join(SHARD_PLACEMENTS)}"
-                f"{nearest(self.shard_placement, SHARD_PLACEMENTS)}"
+                f"--parallel.ep_dispatcher mc2 needs an NPU's merged compute-and-communicate kernels{where}, and is "
+                "not built: set eager or fused"
             )
         if self.quantization and self.quantization.all_gather_mode not in GATHER_MODES:
             mode = self.quantization.all_gather_mode
@@ -142,19 +168,28 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class WeightGather:
-    """How one linear or expert weight is computed with and gathered: `decision` (see `converters.decide`),
-    `low_precision`, and why not."""
+    """How one linear or expert weight is computed with and gathered.
+
+    Attributes:
+        decision: see `converters.decide`.
+        low_precision, reason: whether it is gathered as MX codes, and why not.
+        recomputed: the forward of its module runs again in backward.
+        shape, shards, shard_dim: what one gather assembles, from how many ranks, along which dimension.
+    """
 
     decision: Any
     low_precision: bool
     reason: str
     recomputed: bool
+    shape: tuple[int, ...]
+    shards: int
+    shard_dim: int
 
     def row(self, plan: ParallelPlan) -> dict[str, Any]:
         elements = 1
-        for size in self.decision.shape:
+        for size in self.shape:
             elements *= size
-        elements //= plan.fsdp_size
+        elements //= self.shards
         plain = elements * (4 if plan.param_dtype == "fp32" else 2)
         regathered = plan.reshard_after_forward
         forward, backward = plain, plain if regathered else 0
@@ -169,15 +204,15 @@ class WeightGather:
             "reason": self.decision.reason,
             "gather": "mx" if self.low_precision else plan.param_dtype,
             "gather_reason": self.reason,
-            "gather_bytes_forward": forward if plan.fsdp_size > 1 else 0,
-            "gather_bytes_backward": backward if plan.fsdp_size > 1 else 0,
-            "gather_bytes_bf16": 2 * elements if plan.fsdp_size > 1 else 0,
+            "gather_bytes_forward": forward if self.shards > 1 else 0,
+            "gather_bytes_backward": backward if self.shards > 1 else 0,
+            "gather_bytes_bf16": 2 * elements if self.shards > 1 else 0,
         }
 
     def _plane_bytes(self, plan: ParallelPlan, backward: bool) -> int:
         rule = self.rule(plan)
-        rows, *inner = self.decision.shape
-        shard = (rows // plan.fsdp_size, *inner)
+        rows, *inner = self.shape
+        shard = (rows // self.shards, *inner)
         return sum(rule.plane_bytes(shard, axis) for axis in rule.axes(backward, not plan.reshard_after_forward))
 
     def rule(self, plan: ParallelPlan):
@@ -197,24 +232,41 @@ class WeightGather:
 def gather_plan(model: nn.Module, plan: ParallelPlan) -> list[WeightGather]:
     """How every linear and expert weight of an unconverted `model` is gathered, in the model's order; the same on every
     rank."""
+    return lay_out(model, plan)[0]
+
+
+def lay_out(model: nn.Module, plan: ParallelPlan) -> tuple[list[WeightGather], ExpertLayout | None]:
+    """`gather_plan`, and where the experts lie (None where they are sharded like all parameters)."""
     from fsdp2.quantization.converters import decide
 
     owners = {}
     for name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(f"{name}.{parameter_name}")
+    decisions = decide(model, plan.quantization)
+    reasons = {}
+    for decision in decisions:
+        if decision.quantized:
+            users = owners[id(model.get_submodule(decision.module).weight)]
+            reasons[decision.module] = _why_never_low_precision(decision, plan, users)
+    experts = expert_layout(model, plan, {module for module, reason in reasons.items() if not reason})
     gathers = []
-    for decision in decide(model, plan.quantization):
-        module = model.get_submodule(decision.module)
+    for decision in decisions:
+        shape, shards, shard_dim = decision.shape, plan.fsdp_size, plan.shard_dim(decision.shape)
+        if experts is not None and experts.covers(decision.module):
+            shape, shards = experts.gathered_shape(shape), experts.shards
+            shard_dim = experts.shard_dims[decision.module]
+        reason = ""
+        if decision.quantized:
+            reason = reasons[decision.module] or _why_not_these_shards(decision.kind, shape, shards, shard_dim)
         recomputed = plan.recompute and covers(decision.module, plan.recompute_modules)
-        reason = _why_not_low_precision(decision, module, plan, owners[id(module.weight)]) if decision.quantized else ""
-        gathers.append(WeightGather(decision, decision.quantized and not reason, reason, recomputed))
-    return gathers
+        low_precision = decision.quantized and not reason
+        gathers.append(WeightGather(decision, low_precision, reason, recomputed, shape, shards, shard_dim))
+    return gathers, experts
 
 
-def _why_not_low_precision(decision: Any, module: nn.Module, plan: ParallelPlan, owners: list[str]) -> str:
+def _why_never_low_precision(decision: Any, plan: ParallelPlan, owners: list[str]) -> str:
     recipe = plan.quantization.recipe.weight
-    rows, ranks = decision.shape[0], plan.fsdp_size
     if not plan.quantization.low_precision_all_gather:
         return "enable_fsdp_low_precision_all_gather is False"
     if recipe.block_shape not in ((1, 32), (32, 32)):
@@ -224,21 +276,27 @@ def _why_not_low_precision(decision: Any, module: nn.Module, plan: ParallelPlan,
         return f"shared with {', '.join(others)}, which needs it in {plan.param_dtype}"
     if covers(decision.module, plan.ignored_modules):
         return "inside parallel.ignored_modules: not sharded"
-    if plan.shard_dim(decision.shape) != 0:
+    return ""
+
+
+def _why_not_these_shards(kind: str, shape: tuple[int, ...], shards: int, shard_dim: int) -> str:
+    rows = shape[0]
+    if shard_dim != 0 and shards > 1:
         return "sharded along dimension 1: FSDP2 gathers codes and scales along dimension 0 only"
-    if rows % ranks:
-        return f"{rows} rows do not divide by {ranks} ranks"
-    if decision.kind == "linear" and ranks > 1 and (rows // ranks) % 32:
-        return f"a shard of {rows // ranks} rows would cut a block of 32"
+    if rows % shards:
+        return f"{rows} rows do not divide by {shards} ranks"
+    if kind == "linear" and shards > 1 and (rows // shards) % 32:
+        return f"a shard of {rows // shards} rows would cut a block of 32"
     return ""
 
 
 def describe(model: nn.Module, plan: ParallelPlan) -> str:
     """See `ParallelPlan.describe`."""
-    gathers = gather_plan(model, plan)
+    gathers, experts = lay_out(model, plan)
     parameters = {id(p): p for p in model.parameters()}.values()
     total = sum(p.numel() for p in parameters)
-    per_rank = total // plan.fsdp_size
+    of_experts = _expert_elements(model, experts)
+    per_rank = (total - of_experts) // plan.fsdp_size + of_experts // (plan.ep_size * plan.ep_fsdp_size)
     lines = [
         f"plan: {total / 1e6:,.1f} M parameters on {plan.world_size} {plan.device_type} rank(s): "
         f"sharded over {plan.fsdp_size}, replicated over {plan.dp_replicate_size}; "
@@ -249,6 +307,8 @@ def describe(model: nn.Module, plan: ParallelPlan) -> str:
         f"recompute {', '.join(plan.recompute_modules) if plan.recompute else 'off'}"
         f"{'; masters in host memory' if plan.cpu_offload else ''}",
     ]
+    if experts is not None:
+        lines.append(_describe_experts(experts, of_experts, plan))
     if plan.quantization is None:
         return "\n".join([*lines, "  quantization: off"])
     on = [g for g in gathers if g.decision.quantized]
@@ -261,7 +321,7 @@ def describe(model: nn.Module, plan: ParallelPlan) -> str:
     lines += _grouped(
         f"gathered in {plan.param_dtype}", [(g.reason, g.decision.module) for g in on if not g.low_precision]
     )
-    if low and plan.fsdp_size > 1:
+    if low and any(g.shards > 1 for g in low):
         rows = [g.row(plan) for g in low]
         sent = sum(r["gather_bytes_forward"] + r["gather_bytes_backward"] for r in rows)
         bf16 = sum(r["gather_bytes_bf16"] for r in rows) * (2 if plan.reshard_after_forward else 1)
@@ -279,6 +339,24 @@ def describe(model: nn.Module, plan: ParallelPlan) -> str:
                 "forward gathers stay at one"
             )
     return "\n".join(lines)
+
+
+def _expert_elements(model: nn.Module, experts: ExpertLayout | None) -> int:
+    if experts is None:
+        return 0
+    return sum(parameter.numel() for name in experts.modules for parameter in model.get_submodule(name).parameters())
+
+
+def _describe_experts(experts: ExpertLayout, elements: int, plan: ParallelPlan) -> str:
+    dims = sorted(set(experts.shard_dims.values()))
+    placed = f"sharded over {experts.shards} (dimension {', '.join(map(str, dims))})"
+    if experts.ep_size > 1:
+        precision = "" if plan.ep_dispatch_precision == "param_dtype" else f" in {plan.ep_dispatch_precision}"
+        placed = f"spread over {experts.ep_size}, {placed}, tokens dispatched {plan.ep_dispatcher}{precision}"
+    return (
+        f"  experts: {elements / 1e6:,.1f} M parameters in {len(experts.modules)} modules {placed}, "
+        f"replicated over {experts.replicas}"
+    )
 
 
 def _reduction(plan: ParallelPlan) -> str:

@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2.matmul import runs_in_fp32
 
@@ -98,8 +99,12 @@ class GroupedLinear(nn.Module):
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.weight, -bound, bound)
 
+    def own_weight(self) -> Tensor:
+        """The weights of the experts that this rank computes, [E, I, O] or, with expert parallelism, [E / ep, I, O]."""
+        return self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+
     def forward(self, x_TI: Tensor, counts_E: Tensor) -> Tensor:
-        return _GroupedMM.apply(x_TI, self.weight, group_offsets(counts_E, x_TI.shape[0]))
+        return _GroupedMM.apply(x_TI, self.own_weight(), group_offsets(counts_E, x_TI.shape[0]))
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"

@@ -36,7 +36,7 @@ class PaddedGroups:
         rows_T: int64 [T], the padded row of each token row; None when no group needs padding.
     """
 
-    def __init__(self, counts_E: Tensor, rows: int, block: int):
+    def __init__(self, counts_E: Tensor, rows: int, block: int, device: torch.device):
         tight = group_offsets(counts_E, rows)
         self.offsets = [0]
         shift = []
@@ -47,7 +47,7 @@ class PaddedGroups:
         if self.offsets != tight:
             counts = torch.tensor([end - begin for begin, end in itertools.pairwise(tight)])
             self.rows_T = torch.arange(rows) + torch.repeat_interleave(torch.tensor(shift), counts)
-            self.rows_T = self.rows_T.to(counts_E.device, non_blocking=True)
+            self.rows_T = self.rows_T.to(device, non_blocking=True)
 
     def pad(self, x_TI: Tensor) -> Tensor:
         """[T, I] -> [T_padded, I], zero rows after each group."""
@@ -106,8 +106,8 @@ class MXGroupedLinear(GroupedLinear):
         return converted
 
     def forward(self, x_TI: Tensor, counts_E: Tensor) -> Tensor:
-        groups = PaddedGroups(counts_E, x_TI.shape[0], row_block(self.recipe))
-        return _MXGroupedFunction.apply(x_TI, self.weight, groups, self.recipe)
+        groups = PaddedGroups(counts_E, x_TI.shape[0], row_block(self.recipe), x_TI.device)
+        return _MXGroupedFunction.apply(x_TI, self.own_weight(), groups, self.recipe)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

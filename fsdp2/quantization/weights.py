@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import torch_private
 from fsdp2.communication import Counters
@@ -190,8 +191,9 @@ class MXShardedWeight(Tensor):
             for axis, codes, scales in zip(axes, gathered[0::2], gathered[1::2])
         }
         if out is not None:
-            out.planes.clear()
-            out.planes.update(planes)
+            held = out.to_local() if isinstance(out, DTensor) else out  # a DTensor where experts are spread over ranks
+            held.planes.clear()
+            held.planes.update(planes)
             return None
         return MXGatheredWeight(planes, shape, param_dtype, gathered[0].device), ()
 
@@ -238,8 +240,11 @@ class MXGatheredWeight(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         # FSDP2 makes a parameter of what the hook returned through as_strided and detach: both must stay this weight,
         # on the same planes.
-        if func in (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            weight = args[0]
+        weight = args[0]
+        same = func in (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+        # DTensor.to_local views the local tensor as itself
+        same = same or (func is torch.ops.aten.view.default and tuple(args[1]) == tuple(weight.shape))
+        if same:
             return cls(weight.planes, weight.shape, weight.dtype, weight.device)
         plain = torch.utils._pytree.tree_map_only(cls, cls.dequantize_weight, (args, kwargs or {}))
         return func(*plain[0], **plain[1])

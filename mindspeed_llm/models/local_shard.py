@@ -3,14 +3,15 @@ sharding.
 
 A parameter is a plain tensor (everything is here) or a DTensor whose dimensions are cut by the mesh dimensions in turn,
 each into chunks of ceil(length / parts) rows as `torch.chunk` cuts them, so that the last ranks may hold less or
-nothing.
+nothing. Experts that are spread over ranks and sharded along the same dimension are cut in the other order: the
+placement of the first mesh dimension says so by its `split_factor`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 
 def parameters_at_rest(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -27,6 +28,11 @@ def parameters_at_rest(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
+def _is_strided(cut: tuple[int, Placement]) -> bool:
+    """Whether FSDP2 cuts here what a later mesh dimension (expert parallelism) has cut already along that dimension."""
+    return hasattr(cut[1], "split_factor")
+
+
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """The tensor this rank holds (written in place by the caller) and, for every dimension, the slice of the whole
     parameter that it is.
@@ -40,10 +46,9 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     coordinate = parameter.device_mesh.get_coordinate()
     if coordinate is None:
         raise NotImplementedError("this rank is outside of the parameter's device mesh")
-    for mesh_dim, placement in enumerate(parameter.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard:
+    cuts = [(dim, place) for dim, place in enumerate(parameter.placements) if not isinstance(place, Replicate)]
+    for mesh_dim, placement in sorted(cuts, key=_is_strided):
+        if type(placement) is not Shard and not _is_strided((mesh_dim, placement)):
             raise NotImplementedError(f"placement {placement} is not built; built are Replicate and Shard")
         dim, parts = placement.dim, parameter.device_mesh.size(mesh_dim)
         chunk = -(-length[dim] // parts)
