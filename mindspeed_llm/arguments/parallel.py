@@ -1,7 +1,8 @@
 """Flags of the group `parallel`: how parameters are sharded over processes and which activations are recomputed.
 
-`fsdp_size * dp_replicate_size` is the world size. Tensor, expert and context parallelism keep their flags and their
-defaults of 1 and are refused above it until they are built. Module patterns use `*`, `?`, `{*}` and `{0-3}`.
+`fsdp_size * dp_replicate_size` is the world size, for dense parameters; for experts `ep_size * ep_fsdp_size` divides
+it, and what remains are replicas. Tensor and context parallelism keep their flags and their defaults of 1 and are
+refused above it until they are built. Module patterns use `*`, `?`, `{*}` and `{0-3}`.
 """
 # ruff: noqa: RUF009 -- flag() returns a dataclasses.field
 
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 
 from mindspeed_llm.arguments.flag import NO_EFFECT, NOT_BUILT, flag
 
-_BUILT = "built are fsdp_size and dp_replicate_size, whose product is the number of processes"
+_BUILT = (
+    "built are fsdp_size and dp_replicate_size, whose product is the number of processes, and ep_size and ep_fsdp_size"
+)
 _NO_TP = "tensor parallelism is not built"
-_NO_EP = "expert parallelism is not built"
 _NO_CP = "context parallelism is not built"
 _NO_CHUNKS = "enable_chunk_batch is not built"
 _FP16 = "built are bf16 and fp32; fp16 needs loss scaling"
@@ -27,9 +29,11 @@ class ParallelArguments:
     fsdp_size: int = flag("Processes that share one copy of the parameters.", 1, minimum=1)
     dp_replicate_size: int = flag("Copies of the sharded parameters (HSDP).", 1, minimum=1)
     recompute: bool = flag("Recompute activations in backward instead of keeping them.", False)
-    ep_size: int = flag("Expert parallel size.", 1, status=NOT_BUILT, note=_BUILT, minimum=1)
+    ep_size: int = flag("Processes that hold different experts.", 1, minimum=1)
     ep_fsdp_size: int = flag(
-        "Processes that share one expert's parameters.", 1, status=NOT_BUILT, note=_BUILT, minimum=1
+        "Processes that share one expert's parameters; with 1 and ep_size 1 experts are sharded like all parameters.",
+        1,
+        minimum=1,
     )
     cp_size: int = flag("Context parallel size.", 1, status=NOT_BUILT, note=_BUILT, minimum=1)
     cp_type: str = flag(
@@ -54,11 +58,10 @@ class ParallelArguments:
     )
     cpu_offload: bool = flag("Keep masters, gradients and optimizer state in host memory.", False)
     efsdp_shard_placement_fn: str | None = flag(
-        "Dimension along which an expert's parameters are sharded.",
+        "Dimension along which experts are sharded over ep_fsdp_size: 0 experts, 1 rows of every expert. Quantized "
+        "experts are gathered as codes along dimension 0 only, which is then what this is when unset.",
         "shard_by_dim_1",
         choices=("shard_by_dim_0", "shard_by_dim_1"),
-        status=NO_EFFECT,
-        note="without ep_fsdp_size above 1 experts are sharded like all parameters, along dimension 0",
     )
     hook_modules: list[str] = flag(
         "Patterns of the modules that get prefetch hooks.",
@@ -83,19 +86,21 @@ class ParallelArguments:
         "Patterns of the linear layers split by rows.", ["*.o_proj", "*.down_proj"], status=NO_EFFECT, note=_NO_TP
     )
     ep_modules: list[str] = flag(
-        "Patterns of the expert modules spread over processes.",
-        ["model.layers.{*}.mlp.experts"],
-        status=NO_EFFECT,
-        note=_NO_EP,
+        "Patterns of the expert modules spread over ep_size processes.", ["model.layers.{*}.mlp.experts"]
     )
     ep_fsdp_modules: list[str] = flag(
-        "Patterns of the expert modules sharded on their own mesh.",
-        ["model.layers.{*}.mlp.experts"],
-        status=NO_EFFECT,
-        note=_NO_EP,
+        "Patterns of the expert modules sharded over ep_fsdp_size processes.", ["model.layers.{*}.mlp.experts"]
     )
     ep_dispatcher: str = flag(
-        "How tokens reach their experts.", "eager", choices=("eager", "fused", "mc2"), status=NO_EFFECT, note=_NO_EP
+        "How tokens reach their experts: eager, or fused, which permutes rows once, into padded groups.",
+        "eager",
+        choices=("eager", "fused", "mc2"),
+        unbuilt={"mc2": "mc2 is an NPU's merged kernel; built are eager and fused"},
+    )
+    ep_dispatch_precision: str = flag(
+        "Format in which tokens travel to their experts: param_dtype, or mxfp8 with 1.03 bytes an element.",
+        "param_dtype",
+        choices=("param_dtype", "mxfp8"),
     )
     recompute_modules: list[str] = flag(
         "Patterns of the modules whose activations are recomputed.", ["model.layers.{*}"]

@@ -77,11 +77,28 @@ def _build(values: dict[str, Any], purpose: str) -> Arguments:
         values.update({row.dotted: "" for row in unset if row.group == "training"})
         unset = [row for row in unset if row.group != "training"]
     raise_together([f"--{row.dotted} is required: {row.help}" for row in unset])
+    _place_quantized_experts(values)
     groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for dotted, value in values.items():
         row = all_flags()[dotted]
         groups[row.group][row.name] = value
     return Arguments(**{group: group_class(**groups[group]) for group, group_class in GROUPS.items()})
+
+
+def _place_quantized_experts(values: dict[str, Any]) -> None:
+    """Where experts are gathered as MX codes only one dimension works, which the default is not: it is taken unless the
+    other one was asked for, which the plan then refuses with the reason."""
+
+    def value(dotted: str) -> Any:
+        return values.get(dotted, all_flags()[dotted].default)
+
+    if (
+        value("parallel.ep_fsdp_size") > 1
+        and value("model.quant_recipe_name") is not None
+        and "quantize.moe.mx" in value("model.quant_converters")
+        and value("model.enable_fsdp_low_precision_all_gather")
+    ):
+        values.setdefault("parallel.efsdp_shard_placement_fn", "shard_by_dim_0")
 
 
 def _none_if_unset(row: Flag, raw: Any) -> Any:

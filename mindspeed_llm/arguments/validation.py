@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp2.errors import ConfigurationError
-from fsdp2.mesh import check_mesh_sizes
+from fsdp2.mesh import check_expert_mesh_sizes, check_mesh_sizes
 from fsdp2.patterns import matches
 from fsdp2.quantization.recipe import QuantRecipe
 from mindspeed_llm.arguments.flag import NOT_BUILT
@@ -29,6 +29,8 @@ _PATTERN_FLAGS = (
     "parallel.fsdp_modules",
     "parallel.ignored_modules",
     "parallel.recompute_modules",
+    "parallel.ep_modules",
+    "parallel.ep_fsdp_modules",
 )
 
 
@@ -61,10 +63,14 @@ def _not_built(arguments: Arguments, purpose: str) -> Iterator[str]:
 
 def _sizes(arguments: Arguments, world_size: int) -> Iterator[str]:
     parallel = arguments.parallel
-    try:
-        check_mesh_sizes(world_size, parallel.fsdp_size, parallel.dp_replicate_size)
-    except ConfigurationError as error:
-        yield str(error)
+    for check, sizes in (
+        (check_mesh_sizes, (parallel.fsdp_size, parallel.dp_replicate_size)),
+        (check_expert_mesh_sizes, (parallel.ep_size, parallel.ep_fsdp_size)),
+    ):
+        try:
+            check(world_size, *sizes)
+        except ConfigurationError as error:
+            yield str(error)
     if parallel.recompute and not parallel.recompute_modules:
         yield "--parallel.recompute True needs --parallel.recompute_modules, which is empty"
 

@@ -147,6 +147,13 @@ def parallel_plan(arguments: Arguments, world_size: int, device_type: str) -> Pa
         low_precision_reduce_scatter=parallel.low_precision_reduce_scatter,
         shard_placement=parallel.shard_placement_fn,
         cpu_offload=parallel.cpu_offload,
+        ep_size=parallel.ep_size,
+        ep_fsdp_size=parallel.ep_fsdp_size,
+        ep_modules=tuple(parallel.ep_modules),
+        ep_fsdp_modules=tuple(parallel.ep_fsdp_modules),
+        expert_shard_placement=parallel.efsdp_shard_placement_fn,
+        ep_dispatcher=parallel.ep_dispatcher,
+        ep_dispatch_precision=parallel.ep_dispatch_precision,
     )
 
 

@@ -208,6 +208,7 @@ ADDED = {
     ],
     "parallel": [
         ("dp_replicate_size", "int", (), 1),
+        ("ep_dispatch_precision", "str", ("param_dtype", "mxfp8"), "param_dtype"),
         ("low_precision_reduce_scatter", "str", ("none", "mxfp8"), "none"),
         ("cpu_offload", "bool", (), False),
     ],

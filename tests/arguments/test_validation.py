@@ -40,6 +40,7 @@ def test_right_configurations_pass(words, tmp_path):
         ("", 1),
         ("--parallel.fsdp_size 4", 4),
         ("--parallel.fsdp_size 4 --parallel.dp_replicate_size 2", 8),
+        ("--parallel.fsdp_size 8 --parallel.ep_size 2 --parallel.ep_fsdp_size 2", 8),
         ("--model.model_id qwen3", 1),
         ("--data.split 98,2,0 --training.eval_steps 5", 1),
         (f"--model.tokenizer_name_or_path {tmp_path / 'qwen3_tiny'}", 1),
@@ -61,7 +62,20 @@ def test_quantization_words_of_the_reference_recipe_pass(words):
     )
     arguments = parse_arguments([*words, *quantization.split()])
     arguments.validate(1)
-    assert len(arguments.warnings) == 1 and "--parallel.efsdp_shard_placement_fn" in arguments.warnings[0]
+    assert arguments.warnings == []
+
+
+def test_quantized_experts_are_sharded_where_codes_can_travel_unless_asked_otherwise(words):
+    sharded = "--parallel.ep_fsdp_size 2 --parallel.fsdp_size 2 --model.quant_converters quantize.moe.mx"
+    quantized = f"{sharded} --model.quant_recipe_name mxfp8"
+
+    def placement(extra: str) -> str | None:
+        return parse_arguments([*words, *extra.split()]).parallel.efsdp_shard_placement_fn
+
+    assert placement(sharded) == "shard_by_dim_1"
+    assert placement(quantized) == "shard_by_dim_0"
+    assert placement(f"{quantized} --model.enable_fsdp_low_precision_all_gather False") == "shard_by_dim_1"
+    assert placement(f"{quantized} --parallel.efsdp_shard_placement_fn shard_by_dim_1") == "shard_by_dim_1"
 
 
 def test_unset_stage_says_which_to_set(words):
@@ -80,6 +94,12 @@ def test_unset_stage_says_which_to_set(words):
             4,
             ["--parallel.tp_size 2 is not built yet: built are fsdp_size"],
         ),
+        (
+            "--parallel.fsdp_size 8 --parallel.ep_size 3 --parallel.ep_fsdp_size 2",
+            8,
+            ["--parallel.ep_size 3", "is 6, which does not divide the 8", "--parallel.ep_size 2"],
+        ),
+        ("--parallel.ep_dispatcher mc2", 1, ["mc2 is not built yet: mc2 is an NPU's merged kernel"]),
         ("--parallel.recompute --parallel.recompute_modules []", 1, ["--parallel.recompute_modules, which is empty"]),
         ("--training.max_steps 0", 1, ["--training.max_steps 0", "at least 1, or -1"]),
         ("--training.lr 1e-7", 1, ["--training.min_lr 1e-06", "--training.lr 1e-07", "1e-07 or less"]),
