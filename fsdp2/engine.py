@@ -48,7 +48,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan) -> nn.Module:
     """
     plan.check_sizes()
     gathers, experts = lay_out(model, plan)
-    units = _units(model, plan)
+    units = gathered_units(model, plan)
     ignored = _ignored_parameters(model, plan)
     if plan.quantization is not None:
         from fsdp2.quantization.converters import convert
@@ -73,7 +73,7 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     model.set_requires_gradient_sync(enabled)
 
 
-def _units(model: nn.Module, plan: ParallelPlan) -> list[tuple[str, nn.Module]]:
+def gathered_units(model: nn.Module, plan: ParallelPlan) -> list[tuple[str, nn.Module]]:
     """The modules gathered as one, outermost excluded, in the model's order. Modules that share a parameter with the
     outside are left to the root, which gathers it once for all its users (tied embeddings)."""
     names = [name for name, _ in model.named_modules() if name]
