@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp2.quantization.formats import E8M0_BIAS, MX_BLOCK, SCALE_FORMATS, BlockShape, ElementFormat
+from fsdp2.quantization.formats import E8M0_BIAS, MX_BLOCK, SCALE_FORMATS, WHOLE, BlockShape, ElementFormat
 from fsdp2.quantization.kernels import reference
 from fsdp2.quantization.kernels.reference import Planes
 
@@ -45,16 +45,17 @@ def unavailable_reason(device_type: str) -> str | None:
 def quantize(
     x: Tensor, fmt: ElementFormat, block_shape: BlockShape, axis: int, rule: str, amax: Tensor | None = None
 ) -> Planes:
-    """As `reference.quantize`; blocks with fp32 scales are left to it."""
+    """As `reference.quantize`."""
     if SCALE_FORMATS[block_shape] == "FP32":
-        return reference.quantize(x, fmt, block_shape, axis, rule, amax)
+        return _quantize_with_fp32_scales(x, fmt, block_shape, axis, amax)
     return _quantize(x, fmt, _layout(block_shape, axis, x.ndim), axis, rule)[0]
 
 
 def quantize_dual_axis(x: Tensor, fmt: ElementFormat, block_shape: BlockShape, rule: str) -> tuple[Planes, Planes]:
-    """As `reference.quantize_dual_axis`, reading `x` from memory once."""
+    """As `reference.quantize_dual_axis`; with E8M0 scales, `x` is read from memory once."""
     if SCALE_FORMATS[block_shape] == "FP32":
-        return reference.quantize_dual_axis(x, fmt, block_shape, rule)
+        along_rows = quantize(x, fmt, block_shape, x.ndim - 1, rule)
+        return along_rows, along_rows if block_shape[0] != 1 else quantize(x, fmt, block_shape, x.ndim - 2, rule)
     planes = _quantize(x, fmt, TILES if block_shape[0] != 1 else ROWS + COLUMNS, x.ndim - 2, rule)
     return planes[0], planes[-1]
 
@@ -69,18 +70,42 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """As `reference.dequantize`."""
-    if SCALE_FORMATS[block_shape] == "FP32":
-        return reference.dequantize(codes, scales, fmt, block_shape, axis, shape, dtype)
     codes = reference.unpack(codes, shape) if fmt.codes_per_byte == 2 else codes
     layout = _layout(block_shape, axis, len(shape))
     size = _three_dimensions(shape, layout, axis)
     codes, scales = codes.contiguous(), scales.contiguous()
     out = torch.empty(shape, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    scale_dtype = np.uint8 if scales.dtype == torch.uint8 else np.float32
     out_dtype = np.uint16 if dtype == torch.bfloat16 else np.float32
-    tensors = codes.data_ptr(), scales.data_ptr(), out.data_ptr(), out_dtype
-    decode, constants = _loops().dequantize_units, _decoding_constants(fmt)
-    _over_threads(size, lambda first, last: decode(*tensors, size, first, last, layout, constants))
+    tensors = codes.data_ptr(), scales.data_ptr(), scale_dtype, out.data_ptr(), out_dtype, size
+    numbers = *_lengths(size, layout, block_shape), scale_dtype is np.uint8, _decoding_constants(fmt)
+    decode = _loops().dequantize_units
+    _over_threads(size, lambda first, last: decode(*tensors, first, last, *numbers))
     return out.to(dtype)
+
+
+def _quantize_with_fp32_scales(
+    x: Tensor, fmt: ElementFormat, block_shape: BlockShape, axis: int, amax: Tensor | None
+) -> Planes:
+    """As `reference.quantize`: scales by torch, codes by `encode_units`."""
+    layout = _layout(block_shape, axis, x.ndim)
+    size = _three_dimensions(x.shape, layout, axis)
+    x = x.to(torch.bfloat16).contiguous()
+    lengths = reference.block_lengths(x.shape, block_shape, axis)
+    own_amax = reference.block_amax(x, lengths).to(torch.float32)
+    scales, factors = reference.fp32_scales(own_amax if amax is None else amax, fmt)
+    bad = ~(own_amax.isfinite() & scales.isfinite())
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    _, _, constants, top = _encoding_constants(fmt, "floor")
+    factors = factors.contiguous()
+    tensors = x.data_ptr(), factors.data_ptr(), codes.data_ptr(), size
+    numbers = *_lengths(size, layout, block_shape), constants, top
+    encode = _loops().encode_units
+    _over_threads(size, lambda first, last: encode(*tensors, first, last, *numbers))
+    if bad.any():
+        scales = scales.masked_fill(bad, torch.nan)
+        codes.masked_fill_(reference.expand(bad, lengths, x.shape), fmt.nan_code)
+    return codes, scales
 
 
 def _quantize(x: Tensor, fmt: ElementFormat, layout: int, axis: int, rule: str) -> list[Planes]:
@@ -122,6 +147,14 @@ def _decoding_constants(fmt: ElementFormat) -> tuple:
 
 def _layout(block_shape: BlockShape, axis: int, ndim: int) -> int:
     return TILES if block_shape[0] != 1 else ROWS if axis == ndim - 1 else COLUMNS
+
+
+def _lengths(size: tuple[int, int, int], layout: int, block_shape: BlockShape) -> tuple[int, int]:
+    """Rows and columns that one scale covers in the three-dimensional view; a WHOLE dimension counts as its size."""
+    along = block_shape[1]
+    rows = along if layout != ROWS else 1
+    columns = along if layout != COLUMNS else 1
+    return (max(size[1], 1) if rows == WHOLE else rows), (max(size[2], MX_BLOCK) if columns == WHOLE else columns)
 
 
 def _three_dimensions(shape: torch.Size, layout: int, axis: int) -> tuple[int, int, int]:

@@ -425,24 +425,69 @@ def _decode_row(codes, start, count, factors, per_column, out, fmt, tail_codes, 
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def dequantize_units(codes, scales, out, out_dtype, size, first, last, layout, fmt):
-    """Decode units first..last of codes [batch, rows, columns] into `out`: fp32, or bf16 when out_dtype is np.uint16.
+def encode_units(x, factors, codes, size, first, last, row_length, column_length, fmt, top):
+    """Encode units first..last of x [batch, rows, columns], bf16, times given factors, without finding any scale.
 
-    fmt: int32 (mantissa bits, exponent bias, bits, largest code). scales as `quantize_units` writes them.
+    factors: fp32 [batch, ceil(rows / row_length), ceil(columns / column_length)]; column_length is 1 or at least
+    `columns` or a multiple of 32. fmt, top as in `quantize_units`.
     """
     rows, columns = size[1], size[2]
     units = (rows + BLOCK - 1) // BLOCK
-    column_blocks = (columns + BLOCK - 1) // BLOCK
-    per_column = layout == COLUMNS
-    scales_a_row = columns if per_column else column_blocks
-    factors = np.zeros(column_blocks * BLOCK, np.float32)
-    tail_codes, tail_out = np.empty(BLOCK, np.uint8), np.empty(BLOCK, out_dtype)
-    flat, flat_out, scales_in = pointer(codes, np.uint8), pointer(out, out_dtype), pointer(scales, np.uint8)
+    row_blocks = (rows + row_length - 1) // row_length
+    column_blocks = (columns + column_length - 1) // column_length
+    whole = columns - columns % BLOCK
+    tail_x, tail_codes = np.empty(BLOCK, np.uint16), np.empty(BLOCK, np.uint8)
+    tail_factors = np.zeros(BLOCK, np.float32)
+    flat, scale, out = pointer(x, np.uint16), pointer(factors, np.float32), pointer(codes, np.uint8)
     for unit in range(first, last):
         batch, top_row = unit // units, unit % units * BLOCK
-        for r in range(batch * rows + top_row, batch * rows + min(top_row + BLOCK, rows)):
-            if layout == ROWS or r == batch * rows + top_row:
-                at = (r if layout == ROWS else unit) * scales_a_row
-                for i in range(scales_a_row):
-                    factors[i] = _power(scales_in[at + i])
-            _decode_row(flat, r * columns, columns, factors, per_column, flat_out, fmt, tail_codes, tail_out)
+        for r in range(top_row, min(top_row + BLOCK, rows)):
+            start = (batch * rows + r) * columns
+            at = (batch * row_blocks + r // row_length) * column_blocks
+            if column_length == 1:
+                for c in range(0, whole, BLOCK):
+                    encode_block(flat, start + c, scale, at + c, out, start + c, fmt[0], fmt[1], fmt[2], top)
+            else:
+                for c in range(0, whole, BLOCK):
+                    factor = scale[at + c // column_length]
+                    encode_block(flat, start + c, factor, 0, out, start + c, fmt[0], fmt[1], fmt[2], top)
+            if whole < columns:
+                rest = columns - whole
+                _copy_tail(flat, start + whole, rest, tail_x)
+                for i in range(rest):
+                    tail_factors[i] = scale[at + (whole + i) // column_length]
+                tail, tail_to = data(tail_x), data(tail_codes)
+                encode_block(tail, 0, data(tail_factors), 0, tail_to, 0, fmt[0], fmt[1], fmt[2], top)
+                for i in range(rest):
+                    out[start + whole + i] = tail_codes[i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def dequantize_units(
+    codes, scales, scale_dtype, out, out_dtype, size, first, last, row_length, column_length, exponents, fmt
+):
+    """Decode units first..last of codes [batch, rows, columns] into `out`: fp32, or bf16 when out_dtype is np.uint16.
+
+    scales: [batch, ceil(rows / row_length), ceil(columns / column_length)], bytes with `exponents` (scale_dtype
+    np.uint8), else numbers (np.float32). column_length is 1 or at least `columns` or a multiple of 32.
+    fmt: int32 (mantissa bits, exponent bias, bits, largest code).
+    """
+    rows, columns = size[1], size[2]
+    units = (rows + BLOCK - 1) // BLOCK
+    row_blocks = (rows + row_length - 1) // row_length
+    column_blocks = (columns + column_length - 1) // column_length
+    per_column = column_length == 1
+    needed = columns if per_column else (columns + BLOCK - 1) // BLOCK
+    factors = np.zeros((columns + BLOCK - 1) // BLOCK * BLOCK, np.float32)
+    tail_codes, tail_out = np.empty(BLOCK, np.uint8), np.empty(BLOCK, out_dtype)
+    flat, flat_out, scales_in = pointer(codes, np.uint8), pointer(out, out_dtype), pointer(scales, scale_dtype)
+    for unit in range(first, last):
+        batch, top_row = unit // units, unit % units * BLOCK
+        for r in range(top_row, min(top_row + BLOCK, rows)):
+            if r == top_row or r % row_length == 0:
+                at = (batch * row_blocks + r // row_length) * column_blocks
+                for i in range(needed):
+                    scale = scales_in[at + (i if per_column else i * BLOCK // column_length)]
+                    factors[i] = _power(np.int32(scale)) if exponents else np.float32(scale)
+            start = (batch * rows + r) * columns
+            _decode_row(flat, start, columns, factors, per_column, flat_out, fmt, tail_codes, tail_out)
