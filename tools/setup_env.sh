@@ -5,7 +5,8 @@
 #
 # The active Python is used as it is when it has all of it already, as in an Ascend container with its own torch and
 # torch_npu. Otherwise .venv is made once. Where the active Python has the right torch, .venv sees its packages and adds
-# only what is missing; nothing is ever installed into a Python that is not ours.
+# only what is missing; nothing is ever installed into a Python that is not ours. (Programs of the active Python, such as
+# its torchrun, do not see .venv: hence the one written below.)
 #
 # pip takes packages from wherever it is configured to. To get torch's smaller CPU build where pip would choose the CUDA
 # one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -64,11 +65,15 @@ _setup_make_venv() {
     local venv="$1" base missing
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         base="$(_setup_find_python)" || return 1
-        local options=(--clear)
         missing="$(_setup_missing "$base" "$_setup_root/requirements.txt")" || return 1
-        grep -q '^torch==' <<<"$missing" || options+=(--system-site-packages)
         echo "setup_env: making $venv with $base (once)" >&2
-        "$base" -m venv "${options[@]}" "$venv" || return 1
+        "$base" -m venv --clear "$venv" || return 1
+        if ! grep -q '^torch==' <<<"$missing"; then
+            "$base" -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]' \
+                >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/active_python.pth" || return 1
+            printf '#!/bin/sh\nexec "%s/bin/python" -m torch.distributed.run "$@"\n' "$venv" >"$venv/bin/torchrun"
+            chmod +x "$venv/bin/torchrun"
+        fi
     fi
     missing="$(_setup_missing "$venv/bin/python" "${_setup_files[@]}")" || return 1
     if [ -n "$missing" ]; then
