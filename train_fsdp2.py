@@ -7,6 +7,7 @@ failure, among them a loss or gradient that is not finite.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 
@@ -21,6 +22,8 @@ def main(argv: list[str]) -> int:
     launch = Launch.from_environment()
     try:
         arguments = parse_arguments(argv)
+        if arguments.parallel.world_size is not None:  # a dry run for processes that are not there
+            launch = dataclasses.replace(launch, world_size=arguments.parallel.world_size)
         arguments.validate(launch.world_size)
         from mindspeed_llm.training.run import run  # imports torch, which wrong flags need not wait for
 

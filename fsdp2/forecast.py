@@ -1,7 +1,7 @@
 """What a plan will cost, before launch: the bytes of every collective of a step and the memory of one rank.
 
-Exact arithmetic on a model on the meta device, for any number of ranks in one process. FSDP2 pads each parameter's shard
-to the largest one and gathers a unit's parameters in one collective; a quantized weight sends the planes of its
+Exact arithmetic on a model on the meta device, for any number of ranks in one process. FSDP2 pads each parameter's
+shard to the largest one and gathers a unit's parameters in one collective; a quantized weight sends the planes of its
 `GatherRule`; gradients are reduced once a step. A test holds every number to what `fsdp2.communication` counts in real
 runs. All figures are those of rank 0, whose shards are the largest.
 """
@@ -9,13 +9,12 @@ runs. All figures are those of rank 0, whose shards are the largest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from fsdp2.engine import gathered_units
-from fsdp2.patterns import covers, match_modules
+from fsdp2.patterns import match_modules
 from fsdp2.plan import ParallelPlan, lay_out
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -52,10 +51,13 @@ class StateMemory:
     optimizer: int
     unsharded: int
     gathered_peak: int
+    on_host: bool = False
 
     @property
     def total(self) -> int:
-        return self.masters + self.gradients + self.optimizer + self.unsharded + self.gathered_peak
+        """Bytes on the device."""
+        trained = 0 if self.on_host else self.masters + self.gradients + self.optimizer
+        return trained + self.unsharded + self.gathered_peak
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class _Parameter:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Parameters gathered by one collective; `inside`: the index of the unit whose module holds this one's, if any."""
+    """Parameters gathered by one collective, sharded over `shards` ranks and replicated `replicas` times."""
 
     name: str
     parameters: tuple[_Parameter, ...]
@@ -106,7 +108,8 @@ class Forecast:
 
     collectives: Collectives
     state: StateMemory
-    uneven: tuple[str, ...]  # parameters whose first dimension does not divide, padded on the wire
+    uneven: tuple[str, ...]  # parameters whose sharded dimension does not divide: padded in memory and on the wire
+    padding: float  # what rank 0 holds over an even share
 
 
 def forecast(model: nn.Module, plan: ParallelPlan, micro_batches: int = 1) -> Forecast:
@@ -120,13 +123,13 @@ def forecast(model: nn.Module, plan: ParallelPlan, micro_batches: int = 1) -> Fo
     """
     plan.check_sizes()
     units, unsharded, uneven = _units(model, plan)
-    forward = sum(_sent(unit, plan, backward=False) for unit in units) * micro_batches
-    backward = sum(_sent(unit, plan, backward=True) for unit in units) * micro_batches if plan.reshard_after_forward else 0
-    received = sum(
-        (_sent(unit, plan, backward) * (unit.shards - 1)) * micro_batches
-        for unit in units
-        for backward in ((False, True) if plan.reshard_after_forward else (False,))
-    )
+    gathered = {False: 0, True: 0}
+    received = 0
+    for backward in _gathering_phases(plan):
+        for unit in units:
+            sent = _sent(unit, plan, backward) * micro_batches
+            gathered[backward] += sent
+            received += sent * (unit.shards - 1)
     scattered = reduced = 0
     for unit in units:
         trained = [parameter for parameter in unit.parameters if parameter.trained]
@@ -141,17 +144,25 @@ def forecast(model: nn.Module, plan: ParallelPlan, micro_batches: int = 1) -> Fo
             received += 2 * over_replicas * (unit.replicas - 1) // unit.replicas
     elements = sum(parameter.shard_elements for unit in units for parameter in unit.parameters)
     trained = sum(parameter.shard_elements for unit in units for parameter in unit.parameters if parameter.trained)
+    share = sum(math.prod(p.shape) / p.shards for unit in units for p in unit.parameters)
     return Forecast(
-        Collectives(forward, backward, scattered, reduced, received),
+        Collectives(gathered[False], gathered[True], scattered, reduced, received),
         StateMemory(
             masters=elements * _FP32,
             gradients=trained * _FP32,
             optimizer=2 * trained * _FP32,
             unsharded=unsharded * _FP32,
             gathered_peak=_gathered_peak(units, plan),
+            on_host=plan.cpu_offload,
         ),
         uneven,
+        elements / share if share else 1.0,
     )
+
+
+def _gathering_phases(plan: ParallelPlan) -> tuple[bool, ...]:
+    """Whether each gather of a micro-batch belongs to backward."""
+    return (False, True) if plan.reshard_after_forward else (False,)
 
 
 def _sent(unit: _Unit, plan: ParallelPlan, backward: bool) -> int:
@@ -169,8 +180,7 @@ def _gathered_peak(units: list[_Unit], plan: ParallelPlan) -> int:
     """The root lives through forward and backward; beside it one unit at a time, with the experts inside it."""
 
     def alive(unit: _Unit) -> int:
-        phases = (False, True) if plan.reshard_after_forward else (False,)
-        return max(unit.gather_bytes(plan, backward) for backward in phases) * unit.shards
+        return max(unit.gather_bytes(plan, backward) for backward in _gathering_phases(plan)) * unit.shards
 
     if not plan.reshard_after_forward:
         return sum(alive(unit) for unit in units)
@@ -210,9 +220,3 @@ def _units(model: nn.Module, plan: ParallelPlan) -> tuple[list[_Unit], int, tupl
     sizes = {"": (plan.dp_replicate_size, plan.fsdp_size)} | {name: sizes for name, *sizes in owners}
     units = [_Unit(name, tuple(found), sizes[name][1], sizes[name][0]) for name, found in members.items()]
     return units, unsharded, tuple(uneven)
-
-
-def recomputed_modules(model: nn.Module, plan: ParallelPlan) -> Iterator[str]:
-    """Names of the modules that keep no activations."""
-    if plan.recompute:
-        yield from (name for name, _ in model.named_modules() if name and covers(name, plan.recompute_modules))

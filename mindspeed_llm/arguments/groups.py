@@ -74,7 +74,7 @@ class Arguments:
 
         Args:
             world_size: number of processes.
-            purpose: "training", or "inference", which needs neither a dataset nor an output folder.
+            purpose: "training"; "planning", which needs no dataset; or "inference", which needs no layout either.
 
         Raises:
             ConfigurationError: names every problem that was found.

@@ -121,6 +121,19 @@ class ParallelArguments:
         "none",
         choices=("none", "mxfp8"),
     )
+    world_size: int | None = flag(
+        "Number of processes that --training.dry_run plans for, when they are not there; unset, those there are.",
+        None,
+        minimum=1,
+    )
+    device_memory: float | None = flag(
+        "GiB of one device: --training.dry_run refuses a layout that needs more and names the nearest that fits.",
+        None,
+        above=0,
+    )
+    bandwidth: float | None = flag(
+        "GB/s of one rank's link in one direction: --training.dry_run says how long collectives take.", None, above=0
+    )
     enable_chunk_batch: bool = flag(
         "Run modules on pieces of the batch.",
         False,

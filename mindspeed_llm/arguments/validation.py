@@ -37,15 +37,10 @@ _PATTERN_FLAGS = (
 def validate(arguments: Arguments, world_size: int, purpose: str) -> None:
     """See `Arguments.validate`."""
     problems = [*_not_built(arguments, purpose), *_model(arguments, purpose), *_tokenizer(arguments)]
+    if purpose != "inference":
+        problems += [*_sizes(arguments, world_size), *_quantization(arguments), *_patterns(arguments)]
     if purpose == "training":
-        problems += [
-            *_sizes(arguments, world_size),
-            *_schedule(arguments),
-            *_quantization(arguments),
-            *_patterns(arguments),
-            *_dataset(arguments),
-            *_output_dir(arguments),
-        ]
+        problems += [*_schedule(arguments), *_dataset(arguments), *_output_dir(arguments)]
     raise_together(problems)
 
 
@@ -63,6 +58,11 @@ def _not_built(arguments: Arguments, purpose: str) -> Iterator[str]:
 
 def _sizes(arguments: Arguments, world_size: int) -> Iterator[str]:
     parallel = arguments.parallel
+    if parallel.world_size is not None and not arguments.training.dry_run:
+        yield (
+            f"--parallel.world_size {parallel.world_size} plans for processes that are not there: "
+            "add --training.dry_run, or leave it out to train"
+        )
     for check, sizes in (
         (check_mesh_sizes, (parallel.fsdp_size, parallel.dp_replicate_size)),
         (check_expert_mesh_sizes, (parallel.ep_size, parallel.ep_fsdp_size)),
@@ -142,7 +142,7 @@ def _model(arguments: Arguments, purpose: str) -> Iterator[str]:
     where = f"--model.model_name_or_path {path}"
     if model.model_id in MODEL_TYPES and model.model_id != config.model_type:
         yield f"{where} has model_type {config.model_type}, which contradicts --model.model_id {model.model_id}"
-    if model.train_from_scratch and purpose == "training":
+    if model.train_from_scratch and purpose != "inference":
         return
     if path.is_file():
         yield f"{where} has no weights; give a folder that has, or initialize them with --model.train_from_scratch"

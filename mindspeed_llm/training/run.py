@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdp2.errors import ConfigurationError
 
+from . import plan_report
 from .distributed import Launch, device_type, make_deterministic, start, stop
 from .job import Job, prepare
 from .nonfinite import NonFiniteError
@@ -32,6 +33,8 @@ def run(arguments: Arguments, launch: Launch) -> int:
     if launch.rank == 0:
         _announce(job)
     if arguments.training.dry_run:
+        if launch.rank == 0:
+            print(plan_report.of_arguments(arguments, job.model, job.plan), flush=True)
         return 0
     this_device = start(launch, device)
     trainer = Trainer(job, this_device)

@@ -211,6 +211,9 @@ ADDED = {
         ("ep_dispatch_precision", "str", ("param_dtype", "mxfp8"), "param_dtype"),
         ("low_precision_reduce_scatter", "str", ("none", "mxfp8"), "none"),
         ("cpu_offload", "bool", (), False),
+        ("world_size", "int?", (), None),
+        ("device_memory", "float?", (), None),
+        ("bandwidth", "float?", (), None),
     ],
     "training": [
         ("tensorboard_dir", "str?", (), None),

@@ -1,4 +1,4 @@
-"""The forecast's numbers are those that real sharded steps measure: bytes of every collective, state, gathered memory."""
+"""The forecast's numbers are those that real sharded steps measure: bytes of collectives, state, gathered memory."""
 
 from __future__ import annotations
 
