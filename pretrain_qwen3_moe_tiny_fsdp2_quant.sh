@@ -2,11 +2,22 @@
 # Pre-train a small Qwen3-MoE in MXFP8 on FSDP2, from nothing: environment, corpus, tokenizer, data, training, report.
 #
 #   bash pretrain_qwen3_moe_tiny_fsdp2_quant.sh [--group.name value ...]      further words go to train_fsdp2.py last
+#   bash pretrain_qwen3_moe_tiny_fsdp2_quant.sh --compare bf16 [...]          trains in bf16 first, then quantized, and
+#                                                 puts both side by side in OUTPUT_DIR/compare.html (also: a recipe name)
 #
 # Runs on all local NPUs or GPUs, else on the CPU. To make it yours, copy it and change the settings below.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup_env.sh
+
+COMPARE=
+WORDS=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --compare) COMPARE=${2:?--compare needs bf16 or the name of a recipe} && shift 2 ;;
+    *) WORDS+=("$1") && shift ;;
+    esac
+done
 
 # ---- settings -------------------------------------------------------------------------------------------------------
 MODEL=configs/models/qwen3_moe_tiny # a Hugging Face config.json
@@ -83,13 +94,29 @@ TRAINING_ARGS=(
     --training.weight_decay 0.1
     --training.router_aux_loss_coef 0.001
     --training.save_steps 200
+    --training.quant_stats_steps 50
 )
-ARGS=("${MODEL_ARGS[@]}" "${QUANT_ARGS[@]}" "${DATA_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "$@")
+ARGS=("${MODEL_ARGS[@]}" "${QUANT_ARGS[@]}" "${DATA_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${WORDS[@]}")
 
 # One process looks for mistakes first: they end the job here, in seconds, with one message and status 2.
 WORLD_SIZE=$WORLD_SIZE python train_fsdp2.py "${ARGS[@]}" --training.dry_run >/dev/null
 
+LAUNCH=(torchrun --nnodes "$NNODES" --node_rank "$NODE_RANK" --nproc_per_node "$NPROC_PER_NODE"
+    --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" train_fsdp2.py "${ARGS[@]}")
+LOG=$OUTPUT_DIR/log_node$NODE_RANK.txt
+
+if [ -n "$COMPARE" ]; then
+    OTHER=$OUTPUT_DIR/$COMPARE
+    mkdir -p "$OTHER"
+    [ "$COMPARE" = bf16 ] && RECIPE=None || RECIPE=$COMPARE
+    "${LAUNCH[@]}" --training.output_dir "$OTHER" --model.quant_recipe_name "$RECIPE" 2>&1 |
+        tee -i "$OTHER/log_node$NODE_RANK.txt"
+    "${LAUNCH[@]}" 2>&1 | tee -i "$LOG"
+    if [ "$NODE_RANK" = 0 ]; then
+        python tools/compare_runs.py "$OTHER" "$OUTPUT_DIR" -o "$OUTPUT_DIR/compare.html"
+    fi
+    exit
+fi
+
 # exec: signals reach torchrun, and its exit status is this script's; the log is written beside it.
-exec torchrun --nnodes "$NNODES" --node_rank "$NODE_RANK" --nproc_per_node "$NPROC_PER_NODE" \
-    --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" \
-    train_fsdp2.py "${ARGS[@]}" > >(exec tee -i "$OUTPUT_DIR/log_node$NODE_RANK.txt") 2>&1
+exec "${LAUNCH[@]}" > >(exec tee -i "$LOG") 2>&1

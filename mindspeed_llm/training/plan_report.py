@@ -117,7 +117,7 @@ def _table(costs: dict[str, Cost], bandwidth: float | None) -> list[str]:
         return f"  {label:<38}" + "".join(f"{value:>24}" for value in values)
 
     def memory(label: str, values: list[int]) -> str:
-        return row(label, [f"{value / GIB:,.3f} GiB" for value in values])
+        return row(label, [f"{v / GIB:,.3f} GiB" if v >= GIB else f"{v / 2**20:,.3f} MiB" for v in values])
 
     def sent(label: str, values: list[int]) -> str:
         return row(label, [f"{value:,} B" for value in values])
