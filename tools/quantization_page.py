@@ -74,9 +74,9 @@ def signal_to_noise_table() -> str:
     return "\n".join([f"| format | block | {' | '.join(SCALE_RULES)} |", "|---|---|---|---|---|---|", *rows])
 
 
-def error_curve(name: str, rule: str, points: int = 65) -> list[tuple[float, float]]:
+def error_curve(name: str, rule: str, points: int = 49) -> list[tuple[float, float]]:
     """Relative error (percent of the block's norm) of normal blocks whose largest magnitude is m = 1 .. 2."""
-    x = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2048, 32, generator=torch.Generator().manual_seed(0))
     x = x / x.abs().amax(1, keepdim=True)
     curve = []
     for m in torch.linspace(1, 2, points)[:-1].tolist():

@@ -8,6 +8,7 @@ element.
 import functools
 import itertools
 import math
+import os
 
 import numpy as np
 import pytest
@@ -73,11 +74,12 @@ LARGEST_CASES = [(n, b) for b in BACKENDS for n in ELEMENT_FORMATS if b != "cuda
 @pytest.mark.parametrize(("name", "backend"), LARGEST_CASES)
 def test_every_bf16_as_the_largest_of_its_block(all_bf16, name, backend):
     for rule in SCALE_RULES:
-        expected = scales_by_integers(name, rule) * 2  # the sign does not matter
+        expected = scales_by_integers(name, rule)
         for axis in (-1, -2) if backend != "cuda" else (-2,):
-            x = all_bf16 if axis == -1 else all_bf16.t()
+            x = all_bf16 if backend != "cuda" else all_bf16[: len(expected)]  # the sign does not matter
+            x = x if axis == -1 else x.t()
             scales = quantize(x, element_format=name, axis=axis, scale_rule=rule, backend=backend).scales
-            assert scales.flatten().tolist() == expected, (rule, axis)
+            assert scales.flatten().tolist() == expected * (x.numel() // len(expected)), (rule, axis)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -155,7 +157,7 @@ def test_zero_nan_and_infinite_blocks(block_shape, backend):
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
-@settings(max_examples=120, deadline=None, database=None)
+@settings(max_examples=40 if os.environ.get("TRITON_INTERPRET") else 120, deadline=None, database=None)
 @given(data=st.data())
 def test_shapes_strides_axes_and_formats_equal_the_reference(backend, data):
     sizes = st.lists(st.integers(0, 70), min_size=1, max_size=4)
