@@ -142,14 +142,16 @@ def html_page(runs: list[Run]) -> str:
         ("step_time_s", "seconds a step"),
     ]
     gaps = {run.name: [(s, 100 * g) for s, g in relative_gap(run, base, window)] for run in runs[1:]}
-    sections = [("Figures", table(list(rows[0]), [list(row.values()) for row in rows]))]
+    header, *columns = ([key, *(row[key] for row in rows)] for key in rows[0])  # runs side by side, figures downwards
+    sections = [("Figures", table(header, columns))]
     sections.append(
         (
             "Loss against the first run",
             line_chart(gaps, "step", f"relative gap, %, losses averaged over {window} steps"),
         )
     )
-    sections += [(label, line_chart({r.name: r.curve(key) for r in runs}, "step", label)) for key, label in charts]
+    curves = "".join(line_chart({r.name: r.curve(key) for r in runs}, "step", label) for key, label in charts)
+    sections.append(("Curves", curves))
     different = differences(runs)
     content = table(["setting", *(run.name for run in runs)], different) if different else paragraph("none")
     return page("Runs side by side", [*sections, ("Configuration differences", content)])

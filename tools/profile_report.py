@@ -30,6 +30,18 @@ OPERATORS = 40
 ALLOCATIONS = 20
 DEPTH = 3
 _PHASE = "step: "
+# label, colour, words in a span's name; the first that fits
+_KINDS = (
+    (
+        "collectives",
+        COLOURS[1],
+        ("gloo", "nccl", "hccl", "all_gather", "reduce_scatter", "all_to_all", "allreduce", "c10d", "alltoall"),
+    ),
+    ("parts of a step", COLOURS[3], (_PHASE, "optimizer", "fsdp")),
+    ("copies", COLOURS[4], ("copy", "memcpy", "cat")),
+    ("matrix products and attention", COLOURS[0], ("mm", "gemm", "matmul", "attention", "linear")),
+    ("everything else", COLOURS[2], ()),
+)
 
 
 @dataclass(frozen=True)
@@ -191,28 +203,25 @@ def timeline(trace: Trace) -> str:
     for tenth in range(0, 11, 2):
         x = left + tenth / 10 * trace.duration * scale
         parts.append(
-            f'<text x="{x:.0f}" y="{top + 14}" text-anchor="middle">{tenth / 10 * trace.duration / 1e3:,.0f} ms</text>'
+            f'<text x="{x:.0f}" y="{top + 14}" text-anchor="{"end" if tenth == 10 else "middle"}">'
+            f"{tenth / 10 * trace.duration / 1e3:,.0f} ms</text>"
         )
     return (
-        f'<figure><div class="box"><svg style="min-width:46rem" viewBox="0 0 {width} {top + 20}" role="img" '
-        f'aria-label="timeline of {html.escape(trace.name)}">{"".join(parts)}</svg></div></figure>'
+        f'<figure><figcaption>{_legend()}</figcaption><div class="box"><svg class="chart" '
+        f'viewBox="0 0 {width} {top + 20}" role="img" aria-label="timeline of {html.escape(trace.name)}">'
+        f"{''.join(parts)}</svg></div></figure>"
+    )
+
+
+def _legend() -> str:
+    return "".join(
+        f'<span class="key" style="--c:{colour}">{html.escape(label)}</span>' for label, colour, _ in _KINDS
     )
 
 
 def _colour(span: Span) -> str:
-    """Collectives, copies, matrix products, phases and the rest each in one colour."""
     name = span.name.lower()
-    for index, words in enumerate(
-        (
-            ("gloo", "nccl", "hccl", "all_gather", "reduce_scatter", "all_to_all", "allreduce", "c10d"),
-            ("copy", "memcpy", "cat", "to_copy"),
-            ("mm", "gemm", "matmul", "attention", "linear"),
-            (_PHASE, "optimizer", "fsdp"),
-        )
-    ):
-        if any(word in name for word in words):
-            return COLOURS[(1, 4, 0, 3)[index]]
-    return COLOURS[2]
+    return next(colour for _, colour, words in _KINDS if not words or any(word in name for word in words))
 
 
 def phases(trace: Trace) -> list[list[str]]:

@@ -1,8 +1,9 @@
 """Where quantization health goes: `quantization_health.jsonl` has everything, TensorBoard what a person can look at.
 
-A 48-layer model has a thousand tensors a step. TensorBoard gets one curve a kind of module (all layers' q_proj
-together), for inputs, weights and gradients each: the mean and the worst layer; one histogram of scale exponents a
-kind; and one table with the ten worst tensors by name. The number of curves does not depend on the number of layers.
+A 48-layer model has a thousand tensors a step. TensorBoard gets a group of cards for each figure of inputs, weights
+and gradients, and in it one card a kind of module (all layers' q_proj together), the worst layer of each; one histogram
+of scale exponents a kind; and one table with the ten worst tensors by name. The number of cards does not depend on the
+number of layers.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ class HealthLog:
                 values = [v for v in (getattr(member, figure) for member in members) if math.isfinite(v)]
                 if values:
                     worst = max(values) if largest_is_worst else min(values)
-                    mean = sum(values) / len(values)
-                    self._tensorboard.add_scalar(f"quant_{tensor}/{figure}_mean/{kind}", mean, step)
-                    self._tensorboard.add_scalar(f"quant_{tensor}/{figure}_worst/{kind}", worst, step)
+                    self._tensorboard.add_scalar(f"quant_{tensor}_{figure}_worst/{kind}", worst, step)
+                    if figure == "sqnr_db":
+                        mean = sum(values) / len(values)
+                        self._tensorboard.add_scalar(f"quant_{tensor}_{figure}_mean/{kind}", mean, step)
             exponents = sum((Counter(member.exponents) for member in members), Counter())
             if exponents:
                 self._add_histogram(f"quant_scale_exponents_{tensor}/{kind}", exponents, step)

@@ -27,6 +27,7 @@ th:first-child, td:first-child { text-align: left; }
 th { background: var(--soft); }
 figure { margin: 1rem 0; } svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+svg.chart { min-width: 44rem; }
 figcaption { font-size: .9rem; } .key { display: inline-block; margin-right: 1.2rem; overflow-wrap: anywhere; }
 .key::before { content: ""; display: inline-block; width: 1rem; height: .3rem; margin-right: .4rem;
                background: var(--c); vertical-align: middle; }
@@ -107,8 +108,8 @@ def line_chart(curves: dict[str, Curve], x_label: str, y_label: str, *, width: i
     )
     label = html.escape(y_label)
     return (
-        f'<figure><figcaption><strong>{label}</strong> {keys}</figcaption><svg viewBox="0 0 {width} {height}" '
-        f'role="img" aria-label="{label}">{"".join(parts)}</svg></figure>'
+        f'<figure><figcaption><strong>{label}</strong> {keys}</figcaption><div class="box"><svg class="chart" '
+        f'viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg></div></figure>'
     )
 
 
