@@ -13,7 +13,7 @@ import time
 
 from fsdp2.errors import ConfigurationError
 from mindspeed_llm.arguments import parse_arguments
-from mindspeed_llm.training.distributed import Launch
+from mindspeed_llm.training.distributed import Launch, check_mx_units, device_name, device_type
 
 OTHER_RANKS_WAIT_S = 3.0
 
@@ -24,9 +24,11 @@ def main(argv: list[str]) -> int:
         arguments = parse_arguments(argv)
         if arguments.parallel.world_size is not None:  # a dry run for processes that are not there
             launch = dataclasses.replace(launch, world_size=arguments.parallel.world_size)
+        arguments = arguments.on(launch.world_size)
         arguments.validate(launch.world_size)
         from mindspeed_llm.training.run import run  # imports torch, which wrong flags need not wait for
 
+        check_mx_units(arguments, device_name(device_type()))
         return run(arguments, launch)
     except ConfigurationError as error:
         if launch.rank == 0:

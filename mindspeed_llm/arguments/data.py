@@ -26,9 +26,11 @@ _PACKED = (
 class DataArguments:
     """Datasets, sequence length, split and blend."""
 
-    template: str | None = flag("Chat template.", None, status=NOT_BUILT, note=_PRETRAINING_ONLY)
+    template: str | None = flag(
+        "Chat template.", None, status=NO_EFFECT, note="pre-training reads documents, not conversations"
+    )
     dataset: dict[str, Any] | str | None = flag(
-        "Prefix of a .bin/.idx pair, or a weighted blend: '0.3 PREFIX_A 0.7 PREFIX_B'.", None
+        "Prefix of a .bin/.idx pair, or a weighted blend: '0.3 PREFIX_A 0.7 PREFIX_B'; also as file_name: PREFIX.", None
     )
     eval_dataset: dict[str, Any] | str | None = flag("Dataset for evaluation.", None, status=NOT_BUILT, note=_SPLIT)
     dataset_dir: str = flag(
@@ -64,8 +66,8 @@ class DataArguments:
     max_samples: int | None = flag(
         "Samples to keep of each dataset.",
         None,
-        status=NOT_BUILT,
-        note="--training.max_steps limits the tokens that are read",
+        status=NO_EFFECT,
+        note="pre-training reads as many sequences as --training.max_steps takes",
         minimum=1,
     )
     eval_num_beams: int | None = flag(

@@ -6,6 +6,7 @@ back gives an equal object.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,13 @@ class Arguments:
             for group, group_class in GROUPS.items()
         }
         return yaml.dump(groups, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+    def on(self, world_size: int) -> Arguments:
+        """The same for `world_size` processes: a layout that nobody chose (all sizes 1) shards over all of them."""
+        sizes = (self.parallel.fsdp_size, self.parallel.dp_replicate_size)
+        if sizes != (1, 1) or world_size == 1:
+            return self
+        return dataclasses.replace(self, parallel=dataclasses.replace(self.parallel, fsdp_size=world_size))
 
     def validate(self, world_size: int, *, purpose: str = "training") -> None:
         """Refuse what cannot work, before torch is imported or anything is allocated.

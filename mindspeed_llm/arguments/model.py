@@ -127,6 +127,11 @@ class ModelArguments:
         None,
         choices=("floor", "ceil", "rceil", "even"),
     )
+    quant_emulate: bool = flag(
+        "Train with an MX recipe on an accelerator without MX units (Ascend A2, A3): the same numbers by torch "
+        "operations, slower than bf16. Elsewhere it changes nothing.",
+        False,
+    )
     enable_fsdp_low_precision_all_gather: bool = flag(
         "Quantize weights before the all-gather, so that codes and scales travel instead of bf16.", True
     )

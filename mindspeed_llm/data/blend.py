@@ -12,6 +12,7 @@ import os
 import shlex
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -85,11 +86,14 @@ class Blend:
         return which, inner
 
 
-def parse_blend(dataset: str | Sequence[str] | Mapping[str, float]) -> tuple[list[str], list[float] | None]:
+def parse_blend(dataset: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights of a blend; weights None: by the size of the datasets.
 
-    `dataset`: "PREFIX", "PREFIX PREFIX", "0.3 PREFIX 0.7 PREFIX", the same as a list, or {PREFIX: weight}.
+    `dataset`: "PREFIX", "PREFIX PREFIX", "0.3 PREFIX 0.7 PREFIX", the same as a list, {PREFIX: weight}, or
+    {"file_name": any of the first three}.
     """
+    if isinstance(dataset, Mapping) and set(dataset) == {"file_name"}:
+        dataset = dataset["file_name"]
     if isinstance(dataset, Mapping):
         words = [str(word) for prefix, weight in dataset.items() for word in (weight, prefix)]
     elif isinstance(dataset, str):

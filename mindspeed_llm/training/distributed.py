@@ -12,6 +12,12 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from fsdp2.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from mindspeed_llm.arguments import Arguments
 
 BACKENDS = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 TIMEOUT = timedelta(minutes=30)  # rank 0 may build dataset indices or write weights while the others wait
@@ -47,6 +53,32 @@ def device_type() -> str:
         if torch.npu.is_available():
             return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name(kind: str) -> str:
+    """What an accelerator calls itself, for example Ascend910B2 or NVIDIA H100; "" for the CPU."""
+    import torch
+
+    return "" if kind == "cpu" else torch.get_device_module(kind).get_device_name()
+
+
+def check_mx_units(arguments: Arguments, chip: str) -> None:
+    """Refuse an MX recipe on an Ascend chip without MX units, where it would be emulated and nobody asked for that.
+
+    `chip`: what `device_name` returns.
+
+    Raises:
+        ConfigurationError: names the chip, and the flag that emulates.
+    """
+    from fsdp2.quantization.kernels.npu import mx_hardware_reason
+
+    recipe = arguments.model.quant_recipe_name
+    reason = mx_hardware_reason(chip)
+    if recipe is not None and reason is not None and not arguments.model.quant_emulate:
+        raise ConfigurationError(
+            f"--model.quant_recipe_name {recipe}: {reason}; --model.quant_recipe_name None trains in bf16, and "
+            "--model.quant_emulate computes the same numbers by torch operations, slower than bf16"
+        )
 
 
 def device_count() -> tuple[str, int]:

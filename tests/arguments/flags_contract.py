@@ -205,6 +205,7 @@ ADDED = {
         ("quant_format", "str?", (), None),
         ("quant_block_size", "int?", (), None),
         ("quant_scale_rule", "str?", ("floor", "ceil", "rceil", "even"), None),
+        ("quant_emulate", "bool", (), False),
     ],
     "parallel": [
         ("dp_replicate_size", "int", (), 1),
@@ -217,6 +218,8 @@ ADDED = {
     ],
     "training": [
         ("tensorboard_dir", "str?", (), None),
+        ("router_z_loss_coef", "float", (), 0.0),
+        ("router_bias_update_rate", "float", (), 0.0),
         ("quant_stats_steps", "int", (), 0),
         ("peak_tflops", "float?", (), None),
         ("eval_steps", "int", (), 0),

@@ -2,7 +2,8 @@
 
 Ascend 950 (A5) quantizes to E4M3 and E5M2 with the rules floor (`scale_alg=0`) and rceil (`scale_alg=1`) in hardware.
 Everything else, other formats, other rules, fp32 scales and dequantization, runs through the reference's torch
-operators on the same device.
+operators on the same device; so does everything on A2 and A3, which have no MX units: training there must be asked for
+(`--model.quant_emulate`), since it is slower than bf16.
 
 The operators keep scales in pairs: the block axis has ceil(blocks / 2) entries and a trailing dimension of 2. `unpair`
 and `pair` go between that and the one scale a block that `MXTensor` holds. A GEMM takes codes and scales transposed
@@ -14,6 +15,8 @@ right when the operators do what they document (tests/quantization/test_npu.py).
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -23,6 +26,14 @@ from fsdp2.quantization.kernels.reference import Planes
 
 DTYPES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 SCALE_ALGORITHMS = {"floor": 0, "rceil": 1}
+WITHOUT_MX = ("Ascend910", "Ascend310")  # how the names of chips before Ascend 950 begin
+
+
+def mx_hardware_reason(device_name: str) -> str | None:
+    """None when the chip of that name (`torch.npu.get_device_name()`) has MX units; else why it has none."""
+    if device_name.startswith(WITHOUT_MX):
+        return f"{device_name} has no FP8 and no MX units, only Ascend 950 (A5) has"
+    return None
 
 
 def unavailable_reason(device_type: str) -> str | None:
@@ -40,7 +51,7 @@ def quantize(
     x: Tensor, fmt: ElementFormat, block_shape: BlockShape, axis: int, rule: str, amax: Tensor | None = None
 ) -> Planes:
     """As `reference.quantize`."""
-    if not _in_hardware(fmt, block_shape, rule) or not x.numel():
+    if not _in_hardware(x, fmt, block_shape, rule):
         return reference.quantize(x, fmt, block_shape, axis, rule, amax)
     x = x.to(torch.bfloat16).contiguous()
     options = {"dst_type": DTYPES[fmt.name], "scale_alg": SCALE_ALGORITHMS[rule]}
@@ -57,7 +68,7 @@ def quantize_dual_axis(x: Tensor, fmt: ElementFormat, block_shape: BlockShape, r
     if block_shape[0] != 1:
         planes = quantize(x, fmt, block_shape, x.ndim - 1, rule)
         return planes, planes
-    if not _in_hardware(fmt, block_shape, rule) or not x.numel():
+    if not _in_hardware(x, fmt, block_shape, rule):
         return reference.quantize_dual_axis(x, fmt, block_shape, rule)
     row_codes, row_scales, column_codes, column_scales = _torch_npu().npu_dynamic_mx_quant_with_dual_axis(
         x.to(torch.bfloat16).contiguous(), dst_type=DTYPES[fmt.name], scale_alg=SCALE_ALGORITHMS[rule]
@@ -84,6 +95,8 @@ def dequantize(
 
 def matmul_reason(left, right) -> str | None:
     """None when the operator multiplies these `MXTensor`s itself; else why not."""
+    if reason := _device_reason(left.codes.device.type):
+        return reason
     for q in (left, right):
         if q.element_format not in DTYPES or tuple(q.block_shape) != (1, MX_BLOCK):
             return f"npu_quant_matmul takes E4M3 and E5M2 in blocks of 1x32, not {q.element_format} {q.block_shape}"
@@ -122,8 +135,15 @@ def pair(scales: Tensor, axis: int) -> Tensor:
     return scales.unflatten(axis, (-1, 2)).movedim(axis + 1, -1).contiguous()
 
 
-def _in_hardware(fmt: ElementFormat, block_shape: BlockShape, rule: str) -> bool:
-    return fmt.name in DTYPES and MX_BLOCK in block_shape and rule in SCALE_ALGORITHMS
+def _in_hardware(x: Tensor, fmt: ElementFormat, block_shape: BlockShape, rule: str) -> bool:
+    known = fmt.name in DTYPES and MX_BLOCK in block_shape and rule in SCALE_ALGORITHMS
+    return known and x.numel() > 0 and _device_reason(x.device.type) is None
+
+
+@functools.cache
+def _device_reason(device_type: str) -> str | None:
+    """`mx_hardware_reason` of this process's NPU; tensors on other devices, as in the contract test, are not asked."""
+    return mx_hardware_reason(torch.get_device_module("npu").get_device_name()) if device_type == "npu" else None
 
 
 def _operand(q, *, contracted_last: bool) -> tuple[Tensor, Tensor]:

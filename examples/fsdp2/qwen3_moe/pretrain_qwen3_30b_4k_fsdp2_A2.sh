@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Qwen3-30B-A3B, 4K, bf16: pre-training on 2 nodes of 8 cards of Ascend A2.
+#
+#   TOKENIZER=... DATA=... bash examples/fsdp2/qwen3_moe/pretrain_qwen3_30b_4k_fsdp2_A2.sh [--group.name value ...]
+#
+# on every node; with DRY_RUN=1 it plans instead, on any machine and without data. See docs/cluster.md.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+PLATFORM=A2
+RECIPE_NNODES=2
+source examples/fsdp2/env_config.sh
+
+MODEL=${MODEL:-configs/models/qwen3_30b_a3b} # config.json, and weights unless --model.train_from_scratch
+TOKENIZER=${TOKENIZER:-} # tokenizer.json or a sentencepiece .model
+DATA=${DATA:-} # prefix of .bin/.idx that tools/preprocess_data.py wrote
+
+launch examples/fsdp2/qwen3_moe/pretrain_qwen3_30b_4k_fsdp2_A2.yaml \
+    --model.model_name_or_path "$MODEL" \
+    --parallel.fsdp_size "$WORLD_SIZE" \
+    "$@"
