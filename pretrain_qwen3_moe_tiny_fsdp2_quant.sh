@@ -23,7 +23,7 @@ done
 MODEL=configs/models/qwen3_moe_tiny # a Hugging Face config.json
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/pretrain_qwen3_moe_tiny_fsdp2_quant}
 DATA_DIR=${DATA_DIR:-outputs/data/python_library} # corpus, tokenizer and tokens are made once and used again
-MAX_STEPS=${MAX_STEPS:-300}
+MAX_STEPS=${MAX_STEPS:-400}
 VOCABULARY=8192
 SPLIT=98,2,0 # documents to train on, to hold out, unused
 
@@ -88,7 +88,7 @@ TRAINING_ARGS=(
     --training.max_steps "$MAX_STEPS"
     --training.per_device_train_batch_size 4
     --training.optimizer fused_adamw
-    --training.lr 3e-3
+    --training.lr 1.5e-3
     --training.min_lr 1e-4
     --training.warmup_ratio 0.05
     --training.weight_decay 0.1
