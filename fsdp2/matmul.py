@@ -1,21 +1,32 @@
 """Matrix products that run at the device's real speed, whatever the dtype.
 
 A CPU without bf16 units multiplies bf16 matrices 8 times slower than fp32 ones (7-9 against 56-85 GFLOP/s a core,
-AVX2). Its GEMMs therefore run on exact fp32 copies and round the result once, which is also what an accelerator does
-(fp32 accumulation, one rounding): same numbers, full speed. Only the 16-bit tensors are kept for backward. On other
-devices, and in fp32, these are the plain torch operations.
+AVX2); one with AVX512-BF16 or AMX twice as fast or more (215 against 100, Zen 4). Where it is slower, GEMMs run on
+exact fp32 copies and round the result once, which is also what an accelerator does (fp32 accumulation, one rounding):
+same numbers, full speed. Only the 16-bit tensors are kept for backward. Elsewhere these are the plain torch operations.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+@functools.cache
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has bf16 units."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
 def runs_in_fp32(x: Tensor) -> bool:
-    """Whether a GEMM on `x` goes through fp32 copies: 16-bit floats on a CPU."""
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+    """Whether a GEMM on `x` goes through fp32 copies: 16-bit floats on a CPU that has no units for them."""
+    if x.device.type != "cpu":
+        return False
+    return x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not cpu_multiplies_bf16())
 
 
 class _LinearThroughFp32(torch.autograd.Function):

@@ -185,4 +185,5 @@ def attach_dispatchers(model: nn.Module, experts: ExpertLayout, group: dist.Proc
     for name in experts.modules:
         module = model.get_submodule(name)
         dispatcher = Dispatcher(group, counters(model), align, mx)
+        module.dispatcher = dispatcher
         module.forward = functools.partial(dispatcher.run, module.forward)

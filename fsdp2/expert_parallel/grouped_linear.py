@@ -17,6 +17,14 @@ from torch.distributed.tensor import DTensor
 from fsdp2.matmul import runs_in_fp32
 
 
+def rows_a_group(experts: nn.Module) -> int:
+    """The multiple to which a caller of `experts` may pad each expert's rows by zero rows, so that no projection inside
+    pads them again; 1 where rows travel to other ranks first, which would carry the padding too."""
+    if getattr(experts, "dispatcher", None) is not None:
+        return 1
+    return max((module.row_block for module in experts.modules() if isinstance(module, GroupedLinear)), default=1)
+
+
 def group_offsets(counts_E: Tensor, rows: int) -> list[int]:
     """Row offsets of the groups, [E + 1] host integers: group e is rows [offsets[e], offsets[e + 1]).
 
@@ -86,7 +94,10 @@ class GroupedLinear(nn.Module):
         in_features, out_features: I and O; `weight` is [E, I, O] (input-major, as torch's grouped GEMMs take it).
 
     `forward(x_TI, counts_E)`: x_TI [T, I] sorted by expert, counts_E int64 [E] rows of each expert -> [T, O].
+    `row_block`: groups of a multiple of this many rows are computed as they are, others are padded inside.
     """
+
+    row_block = 1
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()

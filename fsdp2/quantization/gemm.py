@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fsdp2.matmul import cpu_multiplies_bf16
 from fsdp2.quantization.kernels import backend_for_device, backend_module
 from fsdp2.quantization.mx import MXTensor
 
@@ -40,8 +41,9 @@ def matmul(left: MXTensor, right: MXTensor, *, out_dtype: torch.dtype, bias: Ten
     _check(left, right)
     if native_reason(left, right) is None:
         return _kernels(left).matmul(left, right, out_dtype, bias)
-    device_type = left.codes.device.type
-    operand_dtype = torch.float32 if device_type == "cpu" else torch.bfloat16  # CPUs without AMX multiply bf16 slowly
+    exact_in_bf16 = torch.float32 not in (left.scales.dtype, right.scales.dtype, out_dtype)
+    in_fp32 = left.codes.device.type == "cpu" and not (exact_in_bf16 and cpu_multiplies_bf16())
+    operand_dtype = torch.float32 if in_fp32 else torch.bfloat16
     a, b = _contracted_last(left, operand_dtype), _contracted_last(right, operand_dtype)
     product = a @ b.t() if bias is None else torch.addmm(bias.to(operand_dtype), a, b.t())
     return product.to(out_dtype)

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from fsdp2.expert_parallel.grouped_linear import GroupedLinear, group_offsets, grouped_forward, grouped_weight_gradient
-from fsdp2.quantization.linear import OperandForm, planes_of, quantized_both, weight_operand, widened
+from fsdp2.quantization.linear import (
+    OperandForm,
+    multiplied_in,
+    planes_of,
+    quantized_both,
+    weight_operand,
+    widened,
+)
 from fsdp2.quantization.recipe import QuantRecipe
 
 
@@ -70,9 +77,8 @@ class _MXGroupedFunction(torch.autograd.Function):
         ctx.saved_input = OperandForm(x_along_P)
         ctx.save_for_backward(w_EIO, *planes_of(x_along_P))
         ctx.recipe, ctx.groups, ctx.dtype = recipe, groups, x_TI.dtype
-        y_PO = grouped_forward(
-            widened(x_along_I, x_TI), widened(weight_operand(w_EIO, recipe, -2), x_TI), groups.offsets
-        )
+        operands = x_along_I, weight_operand(w_EIO, recipe, -2)
+        y_PO = grouped_forward(*widened(multiplied_in(x_TI, *operands), *operands), groups.offsets)
         return groups.unpad(y_PO.to(x_TI.dtype))
 
     @staticmethod
@@ -84,11 +90,14 @@ class _MXGroupedFunction(torch.autograd.Function):
         dy_along_O, dy_along_P = quantized_both(dy_PO, recipe.grads, recipe.scale_rule, wants_dx, wants_dw)
         dx = dw = None
         if wants_dx:
-            w_EOI = widened(weight_operand(w_EIO, recipe, -1), dy_TO).transpose(1, 2)
-            dx = groups.unpad(grouped_forward(widened(dy_along_O, dy_TO), w_EOI, groups.offsets).to(ctx.dtype))
+            operands = dy_along_O, weight_operand(w_EIO, recipe, -1)
+            dy_PO, w_EIO_again = widened(multiplied_in(dy_TO, *operands), *operands)
+            dx = groups.unpad(grouped_forward(dy_PO, w_EIO_again.transpose(1, 2), groups.offsets).to(ctx.dtype))
+            del dy_PO, w_EIO_again
         if wants_dw:
-            x_PI = widened(ctx.saved_input.restore(tuple(planes)), dy_TO)
-            dw = grouped_weight_gradient(x_PI, widened(dy_along_P, dy_TO), groups.offsets).to(w_EIO.dtype)
+            operands = ctx.saved_input.restore(tuple(planes)), dy_along_P
+            operands = widened(multiplied_in(dy_TO, *operands), *operands)
+            dw = grouped_weight_gradient(*operands, groups.offsets).to(w_EIO.dtype)
         return dx, dw, None, None
 
 
@@ -103,10 +112,11 @@ class MXGroupedLinear(GroupedLinear):
         converted = cls.__new__(cls)
         converted.__dict__.update(grouped.__dict__)
         converted.recipe = recipe
+        converted.row_block = row_block(recipe)
         return converted
 
     def forward(self, x_TI: Tensor, counts_E: Tensor) -> Tensor:
-        groups = PaddedGroups(counts_E, x_TI.shape[0], row_block(self.recipe), x_TI.device)
+        groups = PaddedGroups(counts_E, x_TI.shape[0], self.row_block, x_TI.device)
         return _MXGroupedFunction.apply(x_TI, self.own_weight(), groups, self.recipe)
 
     def extra_repr(self) -> str:

@@ -62,11 +62,16 @@ def weight_operand(weight: Tensor, recipe: QuantRecipe, axis: int) -> Operand:
     return dataclasses.replace(gathered(axis), axis=axis)  # a tile's one plane serves both axes
 
 
-def widened(x: Operand, like: Tensor) -> Tensor:
-    """An operand as the GEMM takes it: dequantized, in the dtype that multiplies fast and exactly on the device of
-    `like`."""
-    dtype = torch.float32 if runs_in_fp32(like) else like.dtype
-    return x.dequantize(dtype) if isinstance(x, MXTensor) else x.to(dtype)
+def multiplied_in(like: Tensor, *operands: Operand) -> torch.dtype:
+    """The dtype in which operands are multiplied fast and exactly on the device of `like`: bf16 holds an element times
+    a power of two, but not times the fp32 scale of a larger block."""
+    fp32_scales = any(isinstance(x, MXTensor) and x.scales.dtype == torch.float32 for x in operands)
+    return torch.float32 if runs_in_fp32(like) or (fp32_scales and like.device.type == "cpu") else like.dtype
+
+
+def widened(dtype: torch.dtype, *operands: Operand) -> list[Tensor]:
+    """Operands as a GEMM takes them: dequantized to `dtype`."""
+    return [x.dequantize(dtype) if isinstance(x, MXTensor) else x.to(dtype) for x in operands]
 
 
 def product(left: Operand, right: Operand, axes: tuple[int, int], like: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,7 +79,8 @@ def product(left: Operand, right: Operand, axes: tuple[int, int], like: Tensor, 
     the dtype of `like`: on block-scaled hardware when both are quantized, else from dequantized operands."""
     if isinstance(left, MXTensor) and isinstance(right, MXTensor):
         return matmul(left, right, out_dtype=like.dtype, bias=bias)
-    a, b = (widened(x, like) if axis == -1 else widened(x, like).t() for x, axis in zip((left, right), axes))
+    operands = widened(multiplied_in(like, left, right), left, right)
+    a, b = (x if axis == -1 else x.t() for x, axis in zip(operands, axes))
     return (a @ b.t() if bias is None else torch.addmm(bias.to(a.dtype), a, b.t())).to(like.dtype)
 
 

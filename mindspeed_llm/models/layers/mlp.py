@@ -41,8 +41,12 @@ class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up_TI: Tensor, weights_T: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up_TI, weights_T)
-        gate, up = gate_up_TI.chunk(2, dim=-1)
-        return F.silu(gate.float()).mul_(up).mul_(weights_T[:, None]).to(gate_up_TI.dtype)
+        width = gate_up_TI.shape[1] // 2
+        out = gate_up_TI.new_empty(gate_up_TI.shape[0], width)
+        for rows in _blocks_in_cache(out):
+            gate = gate_up_TI[rows, :width].to(torch.float32, copy=True)
+            out[rows] = F.silu(gate, inplace=True).mul_(gate_up_TI[rows, width:]).mul_(weights_T[rows, None])
+        return out
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -50,20 +54,22 @@ class _WeightedSwiGLU(torch.autograd.Function):
         width = dy.shape[1]
         d_gate_up = torch.empty_like(gate_up)
         d_weights = torch.empty_like(weights_T)
-        for rows in _blocks_in_cache(gate_up):
+        for rows in _blocks_in_cache(dy):
             gate, up = gate_up[rows].float().chunk(2, dim=-1)
-            dy_rows, weights = dy[rows].float(), weights_T[rows, None]
-            silu, slope = _silu_and_slope(gate)
-            silu.mul_(dy_rows)
-            d_weights[rows] = (silu * up).sum(-1)
-            d_gate_up[rows, :width] = slope.mul_(up).mul_(dy_rows.mul_(weights))
-            d_gate_up[rows, width:] = silu.mul_(weights)
+            dy_rows, weights = dy[rows].to(torch.float32, copy=True), weights_T[rows, None]
+            product = F.silu(gate).mul_(dy_rows)
+            d_weights[rows] = torch.linalg.vecdot(product, up)
+            d_gate_up[rows, width:] = product.mul_(weights)
+            d_gate_up[rows, :width] = torch.ops.aten.silu_backward(dy_rows.mul_(weights).mul_(up), gate)
         return d_gate_up, d_weights
 
 
 def _blocks_in_cache(x_TI: Tensor) -> list[slice]:
-    """Row ranges small enough that a CPU core keeps their fp32 temporaries in its cache: twice as fast there."""
-    rows = 2048 if x_TI.device.type == "cpu" else max(x_TI.shape[0], 1)
+    """Row ranges of [T, I] small enough that a CPU core keeps their fp32 temporaries in its cache: twice as fast
+    there."""
+    rows = max(x_TI.shape[0], 1)
+    if x_TI.device.type == "cpu":
+        rows = max(65536 * torch.get_num_threads() // max(x_TI.shape[1], 1), 1)
     return [slice(begin, begin + rows) for begin in range(0, x_TI.shape[0], rows)]
 
 
