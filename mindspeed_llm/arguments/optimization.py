@@ -46,8 +46,5 @@ class OptimizationArguments:
     )
     use_triton_rmsnormgated: bool = flag("Triton kernel of gated RMSNorm.", False, status=NO_EFFECT, note=_GDN)
     fix_router: bool = flag(
-        "Send equally many tokens to every expert, for measurements.",
-        False,
-        status=NOT_BUILT,
-        note="the router is trained; --training.router_aux_loss_coef balances it",
+        "Send tokens to the experts in turn, equally many to each, for measurements.", False
     )

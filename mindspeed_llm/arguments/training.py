@@ -53,6 +53,12 @@ class TrainingArguments:
     per_device_train_batch_size: int = flag("Sequences of one micro-batch on one process.", 8, minimum=1)
     disable_shuffling: bool = flag("Read documents in the order they are stored.", False)
     router_aux_loss_coef: float = flag("Weight of the load-balancing loss of MoE routers.", 0.0, minimum=0)
+    router_z_loss_coef: float = flag("Weight of the z-loss of MoE routers, which keeps logits small.", 0.0, minimum=0)
+    router_bias_update_rate: float = flag(
+        "How far a step moves the biases that balance experts without a loss (DeepSeek-V3: 0.001); 0 for none.",
+        0.0,
+        minimum=0,
+    )
     indexer_loss_coeff: float = flag(
         "Weight of the loss of a sparse-attention indexer.", 1.0, status=NO_EFFECT, note="no built model has an indexer"
     )

@@ -87,6 +87,7 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    scoring_func: str = "softmax"
     router_aux_loss_coef: float = 0.001
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
@@ -234,8 +235,15 @@ def _read_moe(source: Mapping[str, Any], reader: _Reader, where: str) -> dict[st
         raise ConfigurationError(
             f"{where}: num_experts_per_tok {sizes['num_experts_per_tok']} exceeds num_experts {sizes['num_experts']}"
         )
+    scoring_func = source.get("scoring_func") or "softmax"
+    if scoring_func not in ("softmax", "sigmoid"):
+        raise ConfigurationError(
+            f"{where}: scoring_func {scoring_func!r} is not built; built are softmax, sigmoid"
+            f"{nearest(str(scoring_func), ('softmax', 'sigmoid'))}"
+        )
     return {
         **sizes,
+        "scoring_func": scoring_func,
         "norm_topk_prob": bool(source.get("norm_topk_prob", False)),
         "router_aux_loss_coef": reader.number("router_aux_loss_coef", 0.001),
         "decoder_sparse_step": reader.integer("decoder_sparse_step", 1),

@@ -7,6 +7,7 @@ modules by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,19 +18,21 @@ from fsdp2.matmul import Linear
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.layers.attention import GroupedQueryAttention
 from mindspeed_llm.models.layers.kv_cache import KeyValueCache
-from mindspeed_llm.models.layers.moe import RouterLoad, load_balancing_loss
 from mindspeed_llm.models.layers.rms_norm import RMSNorm
 from mindspeed_llm.models.layers.rotary import RotaryEmbedding, RotaryTable
+from mindspeed_llm.models.layers.router import RouterLoad, load_balancing_loss, router_z_loss
 
 
 @dataclass
 class CausalLMOutput:
-    """`logits` [B, S, vocab] in the compute dtype. `router_aux_loss`: fp32 scalar, not yet multiplied by its
-    coefficient; None without experts.
+    """`logits` [B, S, vocab] in the compute dtype. `router_aux_loss`, `router_z_loss`: fp32 scalars, not yet multiplied
+    by their coefficients, and `tokens_per_expert` fp32 [MoE layers, E]; None without experts.
     """
 
     logits: Tensor
     router_aux_loss: Tensor | None = None
+    router_z_loss: Tensor | None = None
+    tokens_per_expert: Tensor | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -93,6 +96,7 @@ class CausalLM(nn.Module):
     """
 
     layer_class: ClassVar[type[DecoderLayer]]
+    average_over_ranks: Callable[[Tensor], Tensor] | None = None  # a trainer sets it to balance over the global batch
 
     def __init__(self, config: ModelConfig, device=None):
         super().__init__()
@@ -117,4 +121,11 @@ class CausalLM(nn.Module):
     ) -> CausalLMOutput:
         hidden_BSH, loads = self.model(input_ids, position_ids, cache)
         logits = self.lm_head(hidden_BSH[:, -logits_to_keep:] if logits_to_keep else hidden_BSH)
-        return CausalLMOutput(logits, load_balancing_loss(loads, input_ids.numel()) if loads else None)
+        if not loads:
+            return CausalLMOutput(logits)
+        return CausalLMOutput(
+            logits,
+            load_balancing_loss(loads, input_ids.numel(), self.average_over_ranks),
+            router_z_loss(loads, input_ids.numel()),
+            torch.stack([load.tokens_per_expert for load in loads]),
+        )

@@ -76,6 +76,7 @@ def prepare(arguments: Arguments, launch: Launch, device_type: str) -> Job:
     """
     from mindspeed_llm.data import load_tokenizer, tokenizer_checks
     from mindspeed_llm.models import build_model, load_config
+    from mindspeed_llm.models.layers.router import configure_routing
 
     model_arguments, training = arguments.model, arguments.training
     config = load_config(model_arguments.model_name_or_path)
@@ -93,6 +94,9 @@ def prepare(arguments: Arguments, launch: Launch, device_type: str) -> Job:
     plan = parallel_plan(arguments, launch.world_size, device_type)
     plan.check_sizes()
     model = build_model(config)
+    configure_routing(
+        model, fixed=arguments.optimization.fix_router, balance_by_bias=training.router_bias_update_rate > 0
+    )
     return Job(
         arguments=arguments,
         launch=launch,

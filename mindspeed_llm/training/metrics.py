@@ -40,12 +40,14 @@ class StepMetrics:
     communication: dict[str, int] = field(default_factory=dict)  # the counters of fsdp2.communication, by their names
     model_tflops: float | None = None  # per device, by the convention of model_flops_per_token
     mfu: float | None = None  # model_tflops over the device's peak
+    router: dict[str, float | list[float]] = field(default_factory=dict)  # how evenly experts were loaded
     evaluation: dict[str, float] = field(default_factory=dict)  # loss, bits_per_byte, ... where this step was evaluated
 
     def as_row(self) -> dict:
         """Return the flat object of `metrics.jsonl`; values that do not exist in this run are left out."""
         row = asdict(self)
         row.update(row.pop("communication"))
+        row.update(row.pop("router"))
         row.update({f"eval_{key}": value for key, value in row.pop("evaluation").items()})
         return {key: value for key, value in row.items() if value is not None}
 
@@ -150,6 +152,8 @@ class MetricsWriter:
         row = metrics.as_row()
         self._file.write(json.dumps(row) + "\n")  # json writes NaN as NaN
         self._file.flush()
+        for expert, tokens in enumerate(row.pop("tokens_per_expert", ())):
+            self._tensorboard.add_scalar(f"router/tokens_of_expert_{expert:03d}", tokens, metrics.step)
         for key, value in row.items():
             if key != "step":
                 group = "eval" if key.startswith("eval_") else "train"

@@ -26,6 +26,7 @@ from mindspeed_llm.models.initialization import reset_buffers
 
 from . import checkpoint, report
 from .evaluation import evaluate
+from .expert_balance import ExpertBalance
 from .job import Job
 from .loss import CHUNK_TOKENS, count_label_tokens, cross_entropy
 from .metrics import METRICS_FILE, MetricsWriter, StepMetrics, memory_bytes, read_metrics
@@ -85,6 +86,12 @@ class Trainer:
                 "(--training.resume_from_checkpoint latest goes on from it)"
             )
         self.counters = counters(self.model)
+        self.balance = ExpertBalance(
+            self.model,
+            aux_weight=training.router_aux_loss_coef,
+            z_weight=training.router_z_loss_coef,
+            bias_rate=training.router_bias_update_rate,
+        )
         self.flops_per_token = model_flops_per_token(job.model.config, job.arguments.data.cutoff_len)
         self.peak_tflops = peak_tflops(device, training.peak_tflops)
         self.profiler = StepProfiler(training, job.launch.rank, device)
@@ -173,6 +180,7 @@ class Trainer:
         with self.profiler.phase("optimizer"):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        router = self.balance.finish_step()
         tokens = job.global_batch_size * job.arguments.data.cutoff_len
         state.step += 1
         state.tokens += tokens
@@ -191,6 +199,7 @@ class Trainer:
             tokens_per_second=tokens / elapsed,
             step_time_s=elapsed,
             router_aux_loss=result.router_aux_loss,
+            router=router,
             memory_peak_bytes=allocated,
             memory_reserved_bytes=reserved,
             communication=self.counters.take(),
@@ -220,6 +229,7 @@ class Trainer:
                 losses[1] += output.router_aux_loss.detach() / len(batches)
                 if aux_weight:
                     objective = loss + aux_weight * output.router_aux_loss
+            objective = self.balance.add(objective, output, len(batches))
             with self.profiler.phase("backward"):
                 objective.backward()
         received = stop.signum if stop is not None else 0

@@ -13,6 +13,8 @@ from fsdp2.engine import set_gradient_sync
 from fsdp2.gradients import clip_grad_norm_
 from fsdp2.quantization import QuantRecipe
 from mindspeed_llm.models import build_model, initialize_weights
+from mindspeed_llm.models.layers.router import configure_routing
+from mindspeed_llm.training.expert_balance import ExpertBalance
 
 EXPERTS = 8
 CONFIG = {
@@ -59,12 +61,21 @@ def batch_of(step: int, length: int, sequences: int = 8) -> torch.Tensor:
 
 
 def train(
-    plan: fsdp2.ParallelPlan, steps: int = 10, accumulate: int = 1, config: dict | None = None, length: int = 16
+    plan: fsdp2.ParallelPlan,
+    steps: int = 10,
+    accumulate: int = 1,
+    config: dict | None = None,
+    length: int = 16,
+    balance: dict | None = None,
 ) -> dict:
     """Losses, gradient norms, the whole gradients of the first step, the counts of the last, the final weights."""
     config = CONFIG | (config or {})
-    model = fsdp2.parallelize(build_model(config), plan)
+    balance = {"aux_weight": 0.0, "z_weight": 0.0, "bias_rate": 0.0} | (balance or {})
+    model = build_model(config)
+    configure_routing(model, balance_by_bias=balance["bias_rate"] > 0)
+    model = fsdp2.parallelize(model, plan)
     initialize_weights(model, seed=3)
+    experts = ExpertBalance(model, **balance)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
@@ -74,9 +85,11 @@ def train(
         total = torch.zeros(())
         for index, ids in enumerate(mine):
             set_gradient_sync(model, index == accumulate - 1)
-            logits = model(ids[:, :-1]).logits.float()
+            output = model(ids[:, :-1])
+            logits = output.logits.float()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-            (loss * plan.world_size / tokens).backward()
+            objective = loss * plan.world_size / tokens + balance["aux_weight"] / accumulate * output.router_aux_loss
+            experts.add(objective, output, accumulate).backward()
             total += loss.detach() / tokens
         dist.all_reduce(total)
         losses.append(total.item())
@@ -85,6 +98,7 @@ def train(
         norms.append(clip_grad_norm_(model, 1.0))
         optimizer.step()
         optimizer.zero_grad()
+        load = experts.finish_step()
         counts = counters(model).take()
     weights = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
     return {
@@ -93,12 +107,17 @@ def train(
         "gradients": gradients,
         "counts": counts,
         "weights": weights,
+        "load": load,
     }
 
 
-def train_layouts(layouts: dict[str, dict], options: dict, settings: dict) -> dict[str, dict]:
-    """`train` in every layout, with the plan's `options` and the `settings` of `train` in all of them; rank 0
-    answers."""
-    world = dist.get_world_size()
-    results = {name: train(plan_of(world, **options | layout), **settings) for name, layout in layouts.items()}
+def train_layouts(
+    layouts: dict[str, dict], options: dict, settings: dict, steps: dict[str, int] | None = None
+) -> dict[str, dict]:
+    """`train` in every layout, with the plan's `options` and the `settings` of `train` in all of them, for `steps` of
+    each; rank 0 answers."""
+    world, results = dist.get_world_size(), {}
+    for name, layout in layouts.items():
+        of_layout = {"steps": steps[name]} if steps else {}
+        results[name] = train(plan_of(world, **options | layout), **settings | of_layout)
     return results if dist.get_rank() == 0 else {}
