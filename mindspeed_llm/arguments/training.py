@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_llm.arguments.flag import NO_EFFECT, NOT_BUILT, flag
+from mindspeed_llm.arguments.flag import NO_EFFECT, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,27 +77,19 @@ class TrainingArguments:
 
     save_steps: int = flag("Steps between checkpoints; one is saved at the end too.", 500, minimum=1)
     save_total_limit: int | None = flag("Checkpoints to keep; None keeps all.", 3, minimum=1)
-    save_epochs: int = flag(
-        "Epochs between checkpoints.",
-        1,
-        status=NOT_BUILT,
-        note="--training.save_steps says when checkpoints are saved",
-        minimum=1,
-    )
+    save_epochs: int = flag("Epochs between checkpoints, beside those of save_steps.", 1, minimum=1)
     save_only_model: bool = flag(
-        "Leave optimizer and loader state out of checkpoints.",
-        False,
-        status=NOT_BUILT,
-        note="checkpoints hold all a resume needs; weights alone are in OUTPUT_DIR/hf (save_hf_weights)",
+        "Leave optimizer, random generators and loader out of checkpoints; nothing can be resumed from them.", False
     )
     save_async: bool = flag(
-        "Write checkpoints while training goes on.",
-        False,
-        status=NOT_BUILT,
-        note="checkpoints are saved between two steps",
+        "Write checkpoints while training goes on; a failed one is reported and makes the run's exit status 1.", False
     )
     save_hf_weights: bool = flag("Write Hugging Face weights to OUTPUT_DIR/hf at the end.", True)
-    resume_from_checkpoint: str | None = flag("Checkpoint folder to go on from.", None)
+    resume_from_checkpoint: str | None = flag(
+        "Checkpoint to go on from: its folder; latest: the last one saved; auto: the newest whole one, or the start "
+        "where none is.",
+        None,
+    )
 
     eval_steps: int = flag(
         "Steps between evaluations; 0 evaluates only at the end, if --data.split holds data out.", 0, minimum=0

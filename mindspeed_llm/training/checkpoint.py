@@ -1,19 +1,18 @@
 """Checkpoints that a run resumes from bit for bit, on the same number of processes or on another one.
 
-`OUTPUT_DIR/checkpoints/step_00000200/` is a torch DCP folder of plain tensors (fp32 masters, optimizer state, each
-rank's random generators), beside `trainer_state.json` (step, tokens, loader) and `config.yaml`. It is written under
-another name and renamed when complete: a folder called `step_*` is always whole. Nothing in it depends on quantization,
-so a run may go on in another precision or another layout.
+What is in one: plain tensors (fp32 masters, optimizer state, each rank's random generators) in torch DCP's format,
+`trainer_state.json` (step, tokens, loader) and `config.yaml`. Nothing in it depends on quantization, so a run may go on
+in another precision or another layout. Folders and their names are `checkpoint_folder.py`'s. Every phase of a save ends
+with all ranks agreeing that it worked on all of them: a full disk at rank 0 leaves nobody waiting.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import re
 import shutil
-import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,81 +21,42 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
-from fsdp2.errors import ConfigurationError, nearest
+from fsdp2.errors import ConfigurationError
 
+from . import checkpoint_folder
+from .checkpoint_folder import (
+    CONFIG_FILE,
+    STATE_FILE,
+    TrainerState,
+    complete_checkpoints,
+    find_checkpoint,
+    problem,
+    read_state,
+    step_folder,
+)
+from .dcp_files import SafeReader
 from .optimizer import allocate_state, optimizer_tensors
 
-STATE_FILE = "trainer_state.json"
-CONFIG_FILE = "config.yaml"
-_STEP_FOLDER = re.compile(r"step_(\d{8,})")
+__all__ = [
+    "CONFIG_FILE", "STATE_FILE", "CheckpointError", "TrainerState", "changed_settings", "check_space",
+    "complete_checkpoints", "find_checkpoint", "load", "run_tensors", "save", "state_bytes", "step_folder", "write",
+]  # fmt: skip
+SPARE_BYTES = 16 * 2**20  # for DCP's index, the configuration, and what else the run writes meanwhile
 
 
-@dataclass
-class TrainerState:
-    """What a run needs beside tensors to go on: all of it is the same on every rank."""
-
-    step: int = 0
-    tokens: int = 0
-    samples: int = 0
-    loader: dict = field(default_factory=dict)
-    world_size: int = 1
-    saved_at: float = 0.0  # seconds since 1970
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. Raised on all ranks alike; earlier checkpoints are as they were."""
 
 
-def step_folder(root: Path, step: int) -> Path:
-    return Path(root) / f"step_{step:08d}"
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Return the complete checkpoints under `root`, in the order they were saved.
-
-    That is the order of steps, but for what an earlier run left in the same folder: `latest` must not mean its last.
-    """
-    if not Path(root).is_dir():
-        return []
-    found = [
-        path for path in Path(root).iterdir() if _STEP_FOLDER.fullmatch(path.name) and (path / STATE_FILE).exists()
-    ]
-    return sorted(found, key=lambda path: (_read_state(path).saved_at, int(path.name.removeprefix("step_"))))
-
-
-def _read_state(folder: Path) -> TrainerState:
-    return TrainerState(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
-
-
-def find_checkpoint(wish: str | None, root: Path) -> Path | None:
-    """Return the checkpoint that `--training.resume_from_checkpoint` means, None to start from the beginning.
-
-    Args:
-        wish: None; `latest` (an error when there is none); `auto` (the latest, or none); or a path: a checkpoint, or a
-            folder of checkpoints.
-        root: this run's folder of checkpoints.
-
-    Raises:
-        ConfigurationError: nothing there to resume from.
-    """
-    if wish is None:
-        return None
-    if wish in ("latest", "auto"):
-        found = complete_checkpoints(root)
-        if not found and wish == "latest":
-            raise ConfigurationError(
-                f"--training.resume_from_checkpoint latest: {root} holds no complete checkpoint; "
-                "'auto' starts from the beginning then"
-            )
-        return found[-1] if found else None
-    path = Path(wish)
-    if (path / STATE_FILE).exists():
-        return path
-    for folder in (path, path / "checkpoints"):
-        if found := complete_checkpoints(folder):
-            return found[-1]
-    raise ConfigurationError(
-        f"--training.resume_from_checkpoint {wish}: not a complete checkpoint (no {STATE_FILE}); "
-        f"allowed are latest, auto, a step_* folder or a folder of them{nearest(wish, ('latest', 'auto'))}"
-    )
+def run_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """Return what this rank contributes to a checkpoint, by name, sharing storage with the run; without an optimizer,
+    the model alone."""
+    tensors = _tensors(model, optimizer)
+    if optimizer is not None:
+        tensors.update(_own_random_state(dist.get_rank()))
+    return tensors
 
 
 def save(
@@ -107,35 +67,120 @@ def save(
     config_yaml: str,
     *,
     keep: int | None = None,
+    only_model: bool = False,
 ) -> Path:
     """Write checkpoint `state.step` and return its folder. Collective: every rank calls it.
 
     Args:
         root: folder of the run's checkpoints, on a file system that all ranks share.
         keep: how many checkpoints stay, this one included; the oldest go. None keeps all.
+        only_model: leave out optimizer, random generators and loader.
+
+    Raises:
+        CheckpointError: on all ranks, when it failed on one.
     """
+    tensors = run_tensors(model, None if only_model else optimizer)
+    return write(root, tensors, replace(state, only_model=only_model), config_yaml, keep=keep)
+
+
+def write(
+    root: Path,
+    tensors: dict[str, torch.Tensor],
+    state: TrainerState,
+    config_yaml: str,
+    *,
+    keep: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write `tensors` as checkpoint `state.step`, see `save`. Collective over `group`, which has all ranks."""
     final = step_folder(root, state.step)
     temporary = final.with_name("writing_" + final.name)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed while writing
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    tensors = _tensors(model, optimizer)
-    tensors.update(_own_random_state(rank))
-    dcp.save(tensors, storage_writer=FileSystemWriter(temporary))
-    if rank == 0:
-        state = asdict(replace(state, world_size=world_size, saved_at=time.time()))
-        (temporary / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        (temporary / CONFIG_FILE).write_text(config_yaml, encoding="utf-8")
-        if final.exists():  # the same step, saved by an earlier run into this folder
-            shutil.rmtree(final)
-        temporary.rename(final)
-        if keep is not None and keep > 0:
-            for old in complete_checkpoints(root)[:-keep]:
-                shutil.rmtree(old)
-    dist.barrier()
+    is_first = dist.get_rank() == 0
+    try:
+        with _on_all_ranks(f"checkpoint {final} could not be written", group):
+            if is_first:
+                checkpoint_folder.remove_leftovers(root)
+                temporary.mkdir(parents=True)
+                _check_free(root, tensors)
+        with _on_all_ranks(f"checkpoint {final} could not be written", group):
+            dcp.save(tensors, storage_writer=FileSystemWriter(temporary), process_group=group)
+        with _on_all_ranks(f"checkpoint {final} could not be completed", group):
+            if is_first:
+                state = replace(state, world_size=dist.get_world_size())
+                checkpoint_folder.commit(temporary, final, state, config_yaml)
+                if keep is not None and keep > 0:
+                    whole = [path for path in complete_checkpoints(root) if problem(path, resume=False) is None]
+                    for old in whole[:-keep]:  # what is broken never pushes out what is whole
+                        checkpoint_folder.remove(old)
+    except CheckpointError:
+        if is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return final
+
+
+@contextmanager
+def _on_all_ranks(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Run the block; raise CheckpointError on every rank where it failed on any. Collective."""
+    failure = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        failure = error
+    text = None if failure is None else _reason(failure)
+    texts: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text, group=group)
+    found = dict.fromkeys(text for text in texts if text is not None)
+    if found:
+        raise CheckpointError(f"{what}: {'; '.join(found)}") from failure
+
+
+def _reason(error: BaseException) -> str:
+    """One line. DCP wraps what happened on each rank, with its traceback."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(dict.fromkeys(_reason(cause) for cause, _ in error.failures.values()))
+    while error.__cause__ is not None or error.__context__ is not None:  # torch's writer hides an OSError
+        error = error.__cause__ or error.__context__
+    if isinstance(error, OSError):
+        return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "inline_container" in text:  # all that is left of an OSError that went through torch's C++ writer
+        return f"a file could not be written to its end; is the disk full, or a quota reached? ({text})"
+    return text
+
+
+def state_bytes(tensors: dict[str, torch.Tensor]) -> int:
+    """Return the bytes of a checkpoint of `tensors`, of all ranks together; a DTensor counts as a whole."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _check_free(root: Path, tensors: dict[str, torch.Tensor]) -> None:
+    own = sum(t.numel() * t.element_size() for name, t in tensors.items() if name.startswith("rng."))
+    needed = state_bytes(tensors) + own * (dist.get_world_size() - 1) + SPARE_BYTES
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise OSError(
+            28,
+            f"a checkpoint needs {needed / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free; make room there "
+            "or lower --training.save_total_limit",
+            str(root),
+        )
+
+
+def check_space(root: Path, model: nn.Module, *, copies: int) -> None:
+    """Check before training that a checkpoint fits where it will be written. Collective.
+
+    Args:
+        copies: tensors of a parameter's size that a checkpoint has for each: 3 with AdamW, 1 of the model alone.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    with _on_all_ranks("no checkpoint could be written", None):
+        if dist.get_rank() == 0:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            tensors = _tensors(model, None)
+            _check_free(root, {f"{name}.{copy}": t for name, t in tensors.items() for copy in range(copies)})
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> TrainerState:
@@ -144,15 +189,20 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, devic
     On another number of processes tensors are resharded and the random generators keep their present state.
 
     Raises:
-        ConfigurationError: its tensors are not those of this model and optimizer.
+        ConfigurationError: it is not whole, or its tensors are not those of this model and optimizer.
     """
-    state = _read_state(folder)
+    if what := problem(folder):
+        raise ConfigurationError(what)
+    state = read_state(folder)
     allocate_state(optimizer)
     tensors = _tensors(model, optimizer)
-    reader = FileSystemReader(folder)
+    reader = SafeReader(folder)
     _check_same_tensors(folder, tensors, reader.read_metadata().state_dict_metadata)
     random_state = _own_random_state(dist.get_rank()) if state.world_size == dist.get_world_size() else {}
-    dcp.load({**tensors, **random_state}, storage_reader=reader)
+    try:
+        dcp.load({**tensors, **random_state}, storage_reader=reader)
+    except CheckpointException as error:
+        raise ConfigurationError(f"{folder}: cannot be read: {_reason(error)}") from error
     _set_random_state(random_state, device)
     return state
 
@@ -175,12 +225,13 @@ def _flat(tree: dict) -> dict:
     return {f"{group}.{key}": value for group, values in tree.items() for key, value in (values or {}).items()}
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint by name, sharing storage with the run. A tied weight appears once."""
     persistent = model.state_dict().keys()
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     tensors.update({f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent})
-    tensors.update({f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer).items()})
+    if optimizer is not None:
+        tensors.update({f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer).items()})
     return tensors
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from fsdp2.errors import ConfigurationError
 from fsdp2.plan import ParallelPlan, QuantizationPlan
 
-from .checkpoint import find_checkpoint
+from .checkpoint_folder import find_checkpoint, newest_whole
 from .distributed import Launch
+from .output_lock import first_start, restart_count
 from .schedule import LearningRateSchedule, warmup_step_count
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Job:
     total_steps: int
     schedule: LearningRateSchedule
     resume_from: Path | None
+    epoch_samples: int  # sequences of one pass over the training data
+    notes: tuple[str, ...] = ()  # what the console should say of the start
 
     @property
     def output_dir(self) -> Path:
@@ -82,7 +85,7 @@ def prepare(arguments: Arguments, launch: Launch, device_type: str) -> Job:
     config = load_config(model_arguments.model_name_or_path)
     tokenizer = load_tokenizer(model_arguments.tokenizer_name_or_path or model_arguments.model_name_or_path)
     tokenizer_checks(tokenizer, config.vocab_size)
-    train_data, valid_data, total_steps = _datasets(arguments, launch.world_size, config.vocab_size)
+    train_data, valid_data, total_steps, epoch_samples = _datasets(arguments, launch.world_size, config.vocab_size)
     schedule = LearningRateSchedule(
         kind=training.lr_scheduler_type,
         peak=training.lr,
@@ -90,7 +93,7 @@ def prepare(arguments: Arguments, launch: Launch, device_type: str) -> Job:
         warmup_steps=warmup_step_count(training.warmup_steps, training.warmup_ratio, total_steps),
         total_steps=total_steps,
     )
-    resume_from = find_checkpoint(training.resume_from_checkpoint, Path(training.output_dir) / "checkpoints")
+    resume_from, notes = _start_of(arguments)
     plan = parallel_plan(arguments, launch.world_size, device_type)
     plan.check_sizes()
     model = build_model(config)
@@ -110,6 +113,29 @@ def prepare(arguments: Arguments, launch: Launch, device_type: str) -> Job:
         total_steps=total_steps,
         schedule=schedule,
         resume_from=resume_from,
+        epoch_samples=epoch_samples,
+        notes=notes,
+    )
+
+
+def _start_of(arguments: Arguments) -> tuple[Path | None, tuple[str, ...]]:
+    """The checkpoint to resume from, None for the beginning, and what to say of it.
+
+    When torchrun restarts the job after a failure, that is the newest whole one that this job has saved, whatever the
+    flag says; before it has saved any, what the flag says.
+    """
+    wish = arguments.training.resume_from_checkpoint
+    root = Path(arguments.training.output_dir) / "checkpoints"
+    restarts = restart_count()
+    if restarts == 0:
+        return find_checkpoint(wish, root), ()
+    own = newest_whole(root, saved_after=first_start(root.parent))
+    if own is not None:
+        return own, (f"restart {restarts} after a failure",)
+    found = find_checkpoint(wish, root)
+    return found, (
+        f"warning: restart {restarts} after a failure; the job had saved nothing to resume from, so it starts "
+        f"{f'from {found}' if found else 'from the beginning'} again",
     )
 
 
@@ -162,9 +188,9 @@ def parallel_plan(arguments: Arguments, world_size: int, device_type: str) -> Pa
 
 
 def _datasets(arguments: Arguments, world_size: int, vocab_size: int):
-    """Return the training data, the held-out data or None, and the number of steps.
+    """Return the training data, the held-out data or None, the number of steps, and the samples of one epoch.
 
-    With `max_steps` unset the steps follow from `num_train_epochs`, which takes the length of one epoch first.
+    With `max_steps` unset the steps follow from `num_train_epochs`.
     """
     from mindspeed_llm.data import build_pretraining_datasets
 
@@ -182,11 +208,11 @@ def _datasets(arguments: Arguments, world_size: int, vocab_size: int):
             vocab_size=vocab_size,
         )
 
+    one_epoch = build(None)[0]
+    if one_epoch is None:
+        raise ConfigurationError(f"--data.split {data.split}: the first number, the training share, must be above 0")
     steps = training.max_steps
     if steps < 0:
-        one_epoch = len(build(None)[0])
-        steps = max(1, math.ceil(training.num_train_epochs * one_epoch / per_step))
+        steps = max(1, math.ceil(training.num_train_epochs * len(one_epoch) / per_step))
     train_data, valid_data, _ = build(steps * per_step)
-    if train_data is None:
-        raise ConfigurationError(f"--data.split {data.split}: the first number, the training share, must be above 0")
-    return train_data, valid_data, steps
+    return train_data, valid_data, steps, len(one_epoch)

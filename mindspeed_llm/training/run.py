@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from fsdp2.errors import ConfigurationError
 
 from . import plan_report
+from .checkpoint import CheckpointError
 from .distributed import Launch, device_type, make_deterministic, start, stop
 from .job import Job, prepare
 from .nonfinite import NonFiniteError
+from .output_lock import OutputLock
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -30,23 +33,30 @@ def run(arguments: Arguments, launch: Launch) -> int:
     make_deterministic(arguments.training.seed, bool(arguments.training.deterministic))
     device = device_type()
     job = prepare(arguments, launch, device)
-    if launch.rank == 0:
-        _announce(job)
     if arguments.training.dry_run:
         if launch.rank == 0:
+            _announce(job)
             print(plan_report.of_arguments(arguments, job.model, job.plan), flush=True)
         return 0
-    this_device = start(launch, device)
-    trainer = Trainer(job, this_device)
+    with OutputLock(job.output_dir) if launch.rank == 0 else nullcontext():
+        if launch.rank == 0:
+            _announce(job)
+        return _train(job, launch, device)
+
+
+def _train(job: Job, launch: Launch, device: str) -> int:
+    trainer_device = start(launch, device)
     try:
-        status = trainer.train()
-    except NonFiniteError as error:
+        trainer = Trainer(job, trainer_device)
+        try:
+            status = trainer.train()
+        except ConfigurationError as error:  # in the data that this rank read: others may not know of it
+            print(f"error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+            return 2
+    except (NonFiniteError, CheckpointError) as error:  # on all ranks
         if launch.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         status = 1
-    except ConfigurationError as error:  # in the data that this rank read: others may not know of it
-        print(f"error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
-        return 2
     stop()
     return status
 

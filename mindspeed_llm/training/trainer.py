@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from fsdp2 import parallelize
 from fsdp2.communication import counters
 from fsdp2.engine import set_gradient_sync
+from fsdp2.errors import ConfigurationError
 from fsdp2.gradients import clip_grad_norm_
 from fsdp2.quantization.health import HealthCollector, TensorHealth
 from mindspeed_llm.data import EvaluationLoader, PretrainingLoader
@@ -25,6 +27,8 @@ from mindspeed_llm.models import initialize_weights, load_hf_weights, model_flop
 from mindspeed_llm.models.initialization import reset_buffers
 
 from . import checkpoint, report
+from .background_save import BackgroundSaves
+from .checkpoint_folder import skipped
 from .evaluation import evaluate
 from .expert_balance import ExpertBalance
 from .job import Job
@@ -53,6 +57,7 @@ class Trainer:
         self.job, self.device = job, device
         self.started = time.perf_counter()
         training = job.arguments.training
+        _check_same_start(job)
         self.model = parallelize(job.model, job.plan)
         if job.resume_from is not None:
             reset_buffers(self.model)  # no checkpoint holds them
@@ -77,7 +82,7 @@ class Trainer:
             num_workers=training.dataloader_num_workers,
         )
         self.state = checkpoint.TrainerState()
-        self.notes: list[str] = []  # lines for the console, before the first step
+        self.notes: list[str] = list(job.notes)  # lines for the console, before the first step
         if job.resume_from is not None:
             self._resume()
         elif earlier := checkpoint.complete_checkpoints(job.checkpoint_root):
@@ -85,6 +90,10 @@ class Trainer:
                 f"this run starts from the beginning; {earlier[-1]} is of an earlier one "
                 "(--training.resume_from_checkpoint latest goes on from it)"
             )
+        checkpoint.check_space(job.output_dir, self.model, copies=1 if training.save_only_model else 3)
+        self.background: BackgroundSaves | None = None
+        if training.save_async:
+            self.background = BackgroundSaves(job.checkpoint_root, keep=training.save_total_limit)
         self.counters = counters(self.model)
         self.balance = ExpertBalance(
             self.model,
@@ -110,13 +119,17 @@ class Trainer:
                 f"resharded from {self.state.world_size} to {self.job.launch.world_size} processes; "
                 "random generators start anew"
             )
+        broken = skipped(folder.parent, folder)
+        self.notes += [f"warning: passed over a newer checkpoint: {text}" for text in broken]
         changed = checkpoint.changed_settings(folder, self.job.arguments.to_yaml())
         self.notes += [f"changed since that checkpoint: {line}" for line in changed]
 
     def train(self) -> int:
-        """Run to the end and return the process's exit status: 0 when finished, 128 + signal when stopped by one.
+        """Run to the end and return the process's exit status: 0 when finished, 128 + signal when stopped by one, 1
+        when a checkpoint in the background failed.
 
         Raises:
+            CheckpointError: a checkpoint could not be written.
             NonFiniteError: the loss or a gradient is NaN or infinite; weights are those before the step.
         """
         job, training = self.job, self.job.arguments.training
@@ -147,7 +160,9 @@ class Trainer:
                     if last or metrics.evaluation or _is_due(step, training.logging_steps):
                         writer.log(metrics)
                     writer.advance()
-                    if last or signum or _is_due(step, training.save_steps):
+                    if self.background is not None:
+                        self.background.report(writer.print)
+                    if last or signum or self._save_is_due():
                         folder = self._save()
                     if signum and not last:
                         name = signal.Signals(signum).name
@@ -157,10 +172,13 @@ class Trainer:
                         )
                         return 128 + signum
             finally:
+                if self.background is not None:
+                    self.background.close()
+                    self.background.report(writer.print)
                 self.profiler.close()
                 writer.close()
         self._finish()
-        return 0
+        return 1 if self.background is not None and self.background.failed else 0
 
     def _step(self, stop: StopRequest) -> tuple[StepMetrics, int]:
         """One optimizer step; returns its metrics and the signal, if any, that a rank received meanwhile."""
@@ -265,15 +283,31 @@ class Trainer:
         self.counters.take()  # the next step's bytes are its own
         return results
 
-    def _save(self):
-        return checkpoint.save(
-            self.job.checkpoint_root,
-            self.model,
-            self.optimizer,
-            self.state,
-            self.job.arguments.to_yaml(),
-            keep=self.job.arguments.training.save_total_limit,
-        )
+    def _save_is_due(self) -> bool:
+        """After every `save_steps` steps, and after the step that completes every `save_epochs`-th epoch."""
+        training = self.job.arguments.training
+        span = training.save_epochs * self.job.epoch_samples
+        samples = self.state.samples
+        ended = samples // span > (samples - self.job.global_batch_size) // span
+        return ended or _is_due(self.state.step, training.save_steps)
+
+    def _save(self) -> Path:
+        """Save now, or begin to; returns the folder."""
+        job, training = self.job, self.job.arguments.training
+        if self.background is None:
+            return checkpoint.save(
+                job.checkpoint_root,
+                self.model,
+                self.optimizer,
+                self.state,
+                job.arguments.to_yaml(),
+                keep=training.save_total_limit,
+                only_model=training.save_only_model,
+            )
+        tensors = checkpoint.run_tensors(self.model, None if training.save_only_model else self.optimizer)
+        state = replace(self.state, only_model=training.save_only_model)
+        self.background.start(tensors, state, job.arguments.to_yaml())
+        return checkpoint.step_folder(job.checkpoint_root, state.step)
 
     def _finish(self) -> None:
         """Write Hugging Face weights and the report, and print it."""
@@ -300,6 +334,17 @@ class Trainer:
             )
             report.write(job.output_dir, summary, text)
             print(f"\n{text}", flush=True)
+
+
+def _check_same_start(job: Job) -> None:
+    """Raise on all ranks unless all of them found the same checkpoint to resume from."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, str(job.resume_from))
+    if len(set(found)) > 1:
+        raise ConfigurationError(
+            f"ranks see different checkpoints to resume from: {', '.join(sorted(set(found)))}; --training.output_dir "
+            f"{job.output_dir} must be on a file system that all of them share"
+        )
 
 
 def _is_due(step: int, interval: int) -> bool:
