@@ -6,9 +6,9 @@ medians are compared, so that a busy or slow machine changes both.
 
     python tools/benchmarks/quantize.py --json FILE
 
-writes quantize_vs_copy, quantize_vs_torchao, dequantize_vs_copy (ratios of rates along the last axis, larger is better),
-dual_vs_single (the time of both axes in one pass over the mean time of one axis: 2 would mean that nothing is gained),
-and the seconds behind them. Only E4M3 with blocks of 1x32 is measured: all five formats run through the same loops.
+writes quantize_vs_copy, quantize_vs_torchao, dequantize_vs_copy (ratios of rates along the last axis, larger is
+better), dual_vs_single (the time of both axes in one pass over the mean time of one axis: 2 would mean that nothing is
+gained), and the seconds behind them. Only E4M3 with blocks of 1x32 is measured: all formats run through the same loops.
 """
 
 from __future__ import annotations
