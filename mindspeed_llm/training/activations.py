@@ -1,8 +1,8 @@
 """How many bytes of activations a step keeps for backward, from the model's configuration alone.
 
 Counted are the tensors that the layers save (`save_for_backward`, each storage once), term by term in the order of the
-model's forward; weights are not among them. A test holds the sum to what a real forward saves. Experts' rows are taken
-as evenly loaded. Where layers are recomputed, their inputs are kept and one layer's activations live at a time.
+model's forward; weights are not among them. A test holds the sum to what a real forward saves. Where layers are
+recomputed, their inputs are kept and one layer's activations live at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fsdp2.patterns import covers
 from fsdp2.plan import ParallelPlan
+from fsdp2.quantization.formats import MX_BLOCK
 from fsdp2.quantization.recipe import QuantRecipe
 from mindspeed_llm.models.config import ModelConfig
 
@@ -106,15 +107,13 @@ def _experts(
     """(bytes a token, bytes beside them) of a router and its experts."""
     k, inner = config.num_experts_per_tok, config.moe_intermediate_size
     a_token = config.hidden_size * size  # the router's input
-    a_token += config.num_experts * _FP32  # probabilities
-    a_token += k * (_INT64 + _FP32 + _FP32) + _FP32 * config.norm_topk_prob  # choices, weights sorted and unsorted
+    a_token += 2 * config.num_experts * _FP32 + _FP32  # probabilities; logits and their log-sum-exp
+    a_token += k * (_INT64 + _FP32) + _FP32 * config.norm_topk_prob  # choices, weights, the sum they are divided by
     a_token += 3 * k * _INT64  # order of the pairs, and both directions of the dispatch
     gate_up, down = input_bytes(f"{name}.experts.gate_up_proj"), input_bytes(f"{name}.experts.down_proj")
-    a_token += k * 2 * inner * size  # SwiGLU keeps its input
-    a_row = config.hidden_size * gate_up + inner * down
+    # SwiGLU keeps its input and the router's weights, the projections theirs.
+    a_row = config.hidden_size * gate_up + 2 * inner * size + _FP32 + inner * down
     rows = tokens * k
-    padded = rows
-    if gate_up != size or down != size:  # groups are padded to whole blocks of 32 rows
-        experts = min(config.num_experts, rows)
-        padded = experts * -(-rows // (experts * 32)) * 32 if rows % experts == 0 else rows + 16 * experts
-    return a_token, a_row * padded
+    if gate_up != size or down != size:  # groups of any size are padded to whole blocks: by half a block on average
+        rows += min(config.num_experts, rows) * (MX_BLOCK - 1) / 2
+    return a_token, a_row * rows
