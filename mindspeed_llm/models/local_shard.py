@@ -56,3 +56,16 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
         begin[dim] += offset
         length[dim] = min(chunk, length[dim] - offset)
     return parameter.detach().to_local(), tuple(slice(b, b + n) for b, n in zip(begin, length))
+
+
+def whole_tensor(parameter: Tensor) -> Tensor:
+    """The whole parameter on every rank: a collective for a DTensor, one gather a mesh dimension that cuts it. Its own
+    `full_tensor` does the same, and warns of two gathers where experts are cut twice."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    cuts = [(dim, place) for dim, place in enumerate(parameter.placements) if not isinstance(place, Replicate)]
+    for mesh_dim, _ in sorted(cuts, key=_is_strided, reverse=True):
+        placements = list(parameter.placements)
+        placements[mesh_dim] = Replicate()
+        parameter = parameter.redistribute(placements=placements)
+    return parameter.to_local()

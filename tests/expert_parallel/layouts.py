@@ -14,6 +14,7 @@ from fsdp2.gradients import clip_grad_norm_
 from fsdp2.quantization import QuantRecipe
 from mindspeed_llm.models import build_model, initialize_weights
 from mindspeed_llm.models.layers.router import configure_routing
+from mindspeed_llm.models.local_shard import whole_tensor
 from mindspeed_llm.training.expert_balance import ExpertBalance
 
 EXPERTS = 8
@@ -94,13 +95,13 @@ def train(
         dist.all_reduce(total)
         losses.append(total.item())
         if step == 0:
-            gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+            gradients = {name: whole_tensor(p.grad).clone() for name, p in model.named_parameters()}
         norms.append(clip_grad_norm_(model, 1.0))
         optimizer.step()
         optimizer.zero_grad()
         load = experts.finish_step()
         counts = counters(model).take()
-    weights = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    weights = {name: whole_tensor(p).clone() for name, p in model.named_parameters()}
     return {
         "losses": losses,
         "norms": norms,
