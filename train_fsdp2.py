@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         arguments.validate(launch.world_size)
         from mindspeed_llm.training.run import run  # imports torch, which wrong flags need not wait for
 
-        check_mx_units(arguments, device_name(device_type()))
+        check_mx_units(arguments, device_name(device_type(), launch.local_rank))
         return run(arguments, launch)
     except ConfigurationError as error:
         if launch.rank == 0:

@@ -3,16 +3,17 @@
     python tools/preflight.py --device npu --devices 8 --nodes 2 --node-rank 0 --master-addr 10.0.0.1 \\
         --master-port 6499 --shared outputs/run -- CONFIG.yaml --group.name value ...
 
-Run once on every node, as the recipes in examples/fsdp2 do. In this order: the devices of this node are seen; the job
-itself is right (a dry run of train_fsdp2.py for all its processes); all nodes meet at MASTER_ADDR:MASTER_PORT, run the
-same commit with the same words, and see the same shared folder. Exit status 2 where not; each node says why. Nodes meet
-by plain TCP on the port that torchrun will use; it is free again afterwards.
+Run once on every node, as the recipes in examples/fsdp2 do. In this order: the job itself is right (a dry run of
+train_fsdp2.py for all its processes); the devices of this node are seen; all nodes meet at MASTER_ADDR:MASTER_PORT, run
+the same commit with the same words, and see the same shared folder. Exit status 2 where not; each node says why. Nodes
+meet by plain TCP on the port that torchrun will use; it is free again afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -34,9 +35,9 @@ def main(argv: list[str]) -> int:
     position = argv.index("--") if "--" in argv else len(argv)
     options, words = _options(argv[:position]), argv[position + 1 :]
     try:
-        check_devices(options.device, options.devices)
         if words:
             check_job(words, options.nodes * options.devices)
+        check_devices(options.device, options.devices)
         if options.nodes == 1:
             check_port(options.master_addr, options.master_port)
         else:
@@ -75,12 +76,15 @@ def check_devices(device: str, wanted: int) -> None:
 
 
 def check_job(words: list[str], world_size: int) -> None:
-    """Dry-run the job in a process of its own; what that finds wrong is printed as it is."""
-    command = [sys.executable, "train_fsdp2.py", *words, "--training.dry_run", "--parallel.world_size", str(world_size)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip()
-        raise ConfigurationError(lines.removeprefix("error: ") or f"the dry run ended with status {done.returncode}")
+    """Dry-run the job, in this process; what that finds wrong is what is said."""
+    import train_fsdp2
+
+    words = [*words, "--training.dry_run", "--parallel.world_size", str(world_size)]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        status = train_fsdp2.main(words)
+    if status:
+        message = said.getvalue().strip().removeprefix("error: ")
+        raise ConfigurationError(message or f"the dry run ended with status {status}")
 
 
 def check_port(address: str, port: int) -> None:

@@ -55,11 +55,11 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def device_name(kind: str) -> str:
-    """What an accelerator calls itself, for example Ascend910B2 or NVIDIA H100; "" for the CPU."""
+def device_name(kind: str, index: int) -> str:
+    """What accelerator `index` calls itself, for example Ascend910B2 or NVIDIA H100; "" for the CPU."""
     import torch
 
-    return "" if kind == "cpu" else torch.get_device_module(kind).get_device_name()
+    return "" if kind == "cpu" else torch.get_device_module(kind).get_device_name(index)
 
 
 def check_mx_units(arguments: Arguments, chip: str) -> None:
