@@ -240,7 +240,7 @@ def test_misuse_says_what_can_be():
         assert words in str(refusal.value)
     with pytest.raises(ConfigurationError, match="'npu' cannot run here: it takes NPU tensors, this one is on cpu"):
         quantize(x, backend="npu")
-    with pytest.raises(ConfigurationError, match="'cpu' cannot run here: .*on meta"):
+    with pytest.raises(ConfigurationError, match=r"'cpu' cannot run here: .*on meta"):
         quantize(x.to("meta"), backend="cpu")
     assert quantize(x.to("meta")).scales.shape == (32, 1)  # the reference takes any device
     with pytest.raises(TypeError, match="int64"):

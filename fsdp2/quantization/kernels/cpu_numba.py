@@ -12,6 +12,9 @@ has: AVX-512, AVX2, SSE2, NEON), and ordinary numba code walks the tensor. They 
 Tensors are [batch, rows, columns], contiguous, and come as addresses: making numpy arrays of them would cost as much as
 a small tensor's quantization, and would keep FSDP2 from resizing their storage. Work is counted in units of one batch
 entry's 32 rows, so that any split over threads gives the same bytes. No function takes the interpreter lock.
+
+All of it is one file because numba's cache of compiled code looks at the file of the cached function alone: a change of
+a step in another file would go unnoticed.
 """
 
 from __future__ import annotations
