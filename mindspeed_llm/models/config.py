@@ -221,8 +221,9 @@ def _refuse_unbuilt(source: Mapping[str, Any], where: str) -> None:
         refuse("layer_types", "full_attention in every layer")
     if source.get("attention_dropout"):
         refuse("attention_dropout", "0.0")
-    if source.get("quantization_config"):
-        refuse("quantization_config", "weights in bf16, fp16 or fp32 (quantize with --model.quant_recipe_name)")
+    quantized = source.get("quantization_config")
+    if quantized and not (isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp8"):
+        refuse("quantization_config", "weights in bf16, fp16, fp32 or mxfp8 (quantize with --model.quant_recipe_name)")
     if source.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         refuse("partial_rotary_factor", "1.0, rotation of the whole head")
 

@@ -59,6 +59,10 @@ class BackgroundSaves:
         except Exception as error:  # another rank is gone: the main thread finds that out by itself
             self._failure, self.failed = f"{type(error).__name__}: {error}", True
 
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def report(self, say: Callable[[str], None]) -> None:
         """Tell `say` of a save that has failed since the last call."""
         failure, self._failure = self._failure, None
