@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -28,8 +27,6 @@ def run(arguments: Arguments, launch: Launch) -> int:
     Raises:
         ConfigurationError: something that every rank finds wrong before training.
     """
-    # Nothing here writes into a module's output in place, which is what FSDP2 warns of for outputs that are views.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     make_deterministic(arguments.training.seed, bool(arguments.training.deterministic))
     device = device_type()
     job = prepare(arguments, launch, device)
