@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,8 @@ from fsdp2.quantization import QuantRecipe
 from fsdp2.quantization.health import HealthCollector, TensorHealth
 from fsdp2.quantization.linear import MXLinear
 from mindspeed_llm.training.health_log import HealthLog, read_health
-from tools.advise_precision import advise, averaged
+from tools.advise_precision import advise, averaged, main
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS = 6
 
 
@@ -86,17 +83,16 @@ def test_outliers_in_activations_are_named(tmp_path):
     assert finding.problem == "outliers" and "(largest 9.98e+03)" in finding.evidence  # 1e4 in bf16
 
 
-def test_the_command_says_it_with_evidence(tmp_path):
+def test_the_command_says_it_with_evidence(tmp_path, capsys):
     train(outliers=2, folder=tmp_path)
     advice = tmp_path / "advice.json"
-    command = [sys.executable, "tools/advise_precision.py", str(tmp_path), "--json", str(advice)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "--model.quant_ignored_modules" in done.stdout and "layers.2.proj input: outliers" in done.stdout
+    assert main([str(tmp_path), "--json", str(advice)]) == 1
+    said = capsys.readouterr().out
+    assert "--model.quant_ignored_modules *lm_head *gate layers.2.proj" in said
+    assert "layers.2.proj input: outliers" in said
     assert any("layers.2.proj" in item["value"] for item in json.loads(advice.read_text()))
-    command[2] = str(tmp_path / "nowhere")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "quant_stats_steps" in done.stderr and "Traceback" not in done.stderr
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "quant_stats_steps" in capsys.readouterr().err
 
 
 def test_tensorboard_stays_readable(tmp_path):
