@@ -1,1 +1,2 @@
-"""Experts: the grouped GEMM over tokens sorted by expert (`grouped_linear.GroupedLinear`)."""
+"""Experts: the grouped GEMM over tokens sorted by expert (`grouped_linear`), where the experts lie (`layout`), and how
+tokens travel to them (`dispatch`)."""

@@ -79,10 +79,12 @@ def grouped_forward(x_TI: Tensor, w_EIO: Tensor, offsets: list[int]) -> Tensor:
 
 def grouped_weight_gradient(x_TI: Tensor, dy_TO: Tensor, offsets: list[int]) -> Tensor:
     """[E, I, O]: X^T dY of every group, exactly zero for an empty one."""
-    dw_EIO = x_TI.new_zeros(len(offsets) - 1, x_TI.shape[1], dy_TO.shape[1])
+    dw_EIO = x_TI.new_empty(len(offsets) - 1, x_TI.shape[1], dy_TO.shape[1])
     for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if end > begin:
             torch.mm(x_TI[begin:end].t(), dy_TO[begin:end], out=dw_EIO[expert])
+        else:
+            dw_EIO[expert].zero_()
     return dw_EIO
 
 
