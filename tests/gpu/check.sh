@@ -23,7 +23,7 @@ step() { # name, seconds, command...
     [ "$status" = 0 ] || { failed+=("$name") && echo "== $name failed with status $status (124: took over $seconds s)"; }
 }
 
-step tests 150 python -m pytest -q tests/gpu
+step tests 180 python -m pytest -q tests/gpu
 step quantize 60 python tools/benchmarks/quantize.py --device "$DEVICE" --rows "$SIZE" --columns "$SIZE" \
     --json "$FOLDER/quantize.json"
 export NPROC_PER_NODE=1 MAX_STEPS=$STEPS

@@ -1,11 +1,10 @@
-"""Nodes that cannot train together say why within a minute, before torchrun; two that can, train by a recipe.
+"""Nodes that cannot train together say why within a minute, before torchrun (test_cluster_page.py: two that can).
 
 Each node is a process of its own started by hand, as from two shells; they share this machine's loopback.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -17,8 +16,6 @@ import pytest
 from tests.processes import free_port
 from tests.system.tiny import ROOT, environment
 from tools import preflight
-
-RECIPE = "examples/fsdp2/qwen3_moe/pretrain_qwen3_30b_4k_fsdp2_quant_A5.sh"
 
 
 def start(node: int, port: int, shared: Path, *words: str, nodes: int = 2, address="127.0.0.1", timeout=4):
@@ -109,26 +106,3 @@ def test_a_mistake_in_the_job_is_said_before_anything_starts(capsys):
     said = capsys.readouterr().err
     assert said.startswith("error: unknown flag --training.lrr; did you mean '--training.lr'?")
     assert said.count("\n") == 1
-
-
-def test_two_nodes_train_by_a_recipe_scaled_down(tmp_path, material):
-    port, folder = free_port(), tmp_path / "run"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {
-        "PATH": path, "DEVICE": "cpu", "NPUS_PER_NODE": 1, "NNODES": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        "MODEL": material.model, "TOKENIZER": material.tokenizer, "DATA": material.dataset, "OUTPUT_DIR": folder,
-        "LOG_DIR": tmp_path / "logs",
-    }  # fmt: skip
-    small = ["--data.cutoff_len", "64", "--training.max_steps", "2"]
-    small += ["--training.eval_steps", "0", "--data.split", "100,0,0"]
-
-    def node(rank: int) -> subprocess.Popen:
-        env = environment(**variables, NODE_RANK=rank)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(["bash", RECIPE, *small], cwd=ROOT, env=env, **pipes)
-
-    nodes = [node(rank) for rank in range(2)]
-    outputs = [process.communicate(timeout=200)[0] for process in nodes]
-    assert [process.returncode for process in nodes] == [0, 0], outputs
-    assert "iteration        2/       2" in outputs[0] and "on 2 cpu rank(s)" in outputs[0]
-    assert sorted(log.name[-10:] for log in (tmp_path / "logs").iterdir()) == ["_node0.log", "_node1.log"]
