@@ -194,7 +194,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, devic
     if what := problem(folder):
         raise ConfigurationError(what)
     state = read_state(folder)
-    allocate_state(optimizer)
+    if not all(optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]):
+        allocate_state(optimizer)
     tensors = _tensors(model, optimizer)
     reader = SafeReader(folder)
     _check_same_tensors(folder, tensors, reader.read_metadata().state_dict_metadata)
