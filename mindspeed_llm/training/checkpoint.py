@@ -103,7 +103,7 @@ def write(
                 temporary.mkdir(parents=True)
                 _check_free(root, tensors)
         with _on_all_ranks(f"checkpoint {final} could not be written", group):
-            dcp.save(tensors, storage_writer=FileSystemWriter(temporary, thread_count=2), process_group=group)
+            dcp.save(tensors, storage_writer=FileSystemWriter(temporary), process_group=group)
         with _on_all_ranks(f"checkpoint {final} could not be completed", group):
             if is_first:
                 state = replace(state, world_size=dist.get_world_size())
