@@ -44,7 +44,8 @@ class Collectives:
 @dataclass(frozen=True)
 class StateMemory:
     """Bytes on rank 0 that do not depend on the batch: fp32 masters, fp32 gradients, AdamW's two moments, parameters
-    that are not sharded, and the largest total of gathered parameters alive at once (`unsharded_bytes_peak`)."""
+    that are not sharded, the largest total of gathered parameters alive at once (`unsharded_bytes_peak`), and the
+    unreduced gradients that accumulate over several micro-batches, unsharded and in the type they are reduced in."""
 
     masters: int
     gradients: int
@@ -52,12 +53,13 @@ class StateMemory:
     unsharded: int
     gathered_peak: int
     on_host: bool = False
+    accumulated: int = 0
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
         trained = 0 if self.on_host else self.masters + self.gradients + self.optimizer
-        return trained + self.unsharded + self.gathered_peak
+        return trained + self.unsharded + self.gathered_peak + self.accumulated
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,17 @@ def forecast(model: nn.Module, plan: ParallelPlan, micro_batches: int = 1) -> Fo
             unsharded=unsharded * _FP32,
             gathered_peak=_gathered_peak(units, plan),
             on_host=plan.cpu_offload,
+            accumulated=_accumulated(units, plan) if micro_batches > 1 else 0,
         ),
         uneven,
         elements / share if share else 1.0,
     )
+
+
+def _accumulated(units: list[_Unit], plan: ParallelPlan) -> int:
+    """Gradients are reduced once a step (`engine.set_gradient_sync`); until then every rank keeps whole ones."""
+    parameters = (parameter for unit in units for parameter in unit.parameters if parameter.trained)
+    return sum(math.prod(parameter.shape) for parameter in parameters) * _BYTES[plan.reduce_dtype]
 
 
 def _gathering_phases(plan: ParallelPlan) -> tuple[bool, ...]:

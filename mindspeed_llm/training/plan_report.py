@@ -130,6 +130,11 @@ def _table(costs: dict[str, Cost], bandwidth: float | None) -> list[str]:
         memory("gradients, fp32", [s.gradients for s in states]),
         memory("AdamW moments, fp32", [s.optimizer for s in states]),
         memory("parameters not sharded", [s.unsharded for s in states]),
+        *(
+            [memory("gradients of micro-batches, unsharded", [s.accumulated for s in states])]
+            if any(s.accumulated for s in states)
+            else []
+        ),
         memory("gathered parameters, peak", [s.gathered_peak for s in states]),
         memory("activations kept", [c.activations.kept for c in every]),
         memory("activations of one recomputed layer", [c.activations.recomputed for c in every]),

@@ -63,6 +63,16 @@ def test_a_recipe_plans_at_its_real_size_and_fits(recipe):
     assert f"fits into {DEVICE_MEMORY[platform]} GiB" in text
 
 
+def test_accumulated_gradients_are_planned_for():
+    """They are reduced once a step and kept whole until then: what a card needs for 8 billion parameters in fp32."""
+    recipe = ROOT / "examples/fsdp2/qwen3/pretrain_qwen3_8b_4k_fsdp2_A5.sh"
+    once, twice = (
+        planned([*words_of(recipe), "--training.gradient_accumulation_steps", steps], "A5") for steps in ("1", "2")
+    )
+    totals = [float(re.search(r"total on the device +([\d.]+) GiB", text)[1]) for text in (once, twice)]
+    assert totals[1] - totals[0] == pytest.approx(8_190_735_360 * 4 / 2**30, abs=0.01)
+
+
 def test_all_models_and_platforms_have_recipes():
     names = {recipe.name for recipe in RECIPES}
     for model in ("qwen3_0.6b", "qwen3_8b", "qwen3_14b", "qwen3_32b", "qwen3_30b", "qwen3_235b", "llama3.1_8b"):
