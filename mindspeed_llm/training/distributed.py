@@ -104,8 +104,12 @@ def start(launch: Launch, device: str):
         this_device = torch.device(device, launch.local_rank)
         torch.get_device_module(device).set_device(this_device)
     if "MASTER_ADDR" in os.environ:
+        # torchrun's restarts share one store: without a prefix of its own, an attempt finds the addresses of processes
+        # that are dead and waits for them.
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=TIMEOUT))
         dist.init_process_group(
             BACKENDS[device],
+            store=dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=TIMEOUT,
