@@ -123,11 +123,12 @@ def main(argv: list[str]) -> int:
             state = TrainerState(step=number)
             times["torch_save"].append(seconds(lambda: torch_save(plain, folder / "plain.pt")))
             times["save"].append(
-                seconds(lambda state=state: checkpoint.save(folder, model, optimizer, state, "", keep=1))
+                seconds(lambda state=state: checkpoint.save(folder, model, optimizer, state, ""))
             )
             saved = checkpoint.find_checkpoint("latest", folder)
             times["torch_load"].append(seconds(lambda: torch.load(folder / "plain.pt", weights_only=True)))
             times["load"].append(seconds(lambda saved=saved: checkpoint.load(saved, model, optimizer, device)))
+            shutil.rmtree(saved)  # by itself: torch.save's file is written over
         medians = {f"{name}_s": statistics.median(values) for name, values in times.items()}
         result = {
             "save_vs_torch": medians["torch_save_s"] / medians["save_s"],
