@@ -3,8 +3,8 @@
     convert -> recompute -> spread experts -> fully_shard -> give storage -> count, gather low-precision -> dispatch
     -> prefetch
 
-The model may be on the meta device: conversion, checks and sharding need no storage, and each rank then allocates its
-    own shards only, uninitialized.
+The model may be on the meta device, since conversion, checks and sharding need no storage; each rank then allocates its
+own shards only, uninitialized.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ X [T, I] (sorted by expert), W [E, I, O], dY [T, O]; per expert e with rows t:
     dgrad     dX[t] = dY[t] W[e]^T    dY along O, W along O
     wgrad     dW[e] = X[t]^T dY[t]    X along t, dY along t
 
-Blocks along t must not cross two experts: rows are laid out with every group padded by zero rows to a multiple of 32,
-    quantized once in that layout, and multiplied group by group. An expert without tokens has no rows and gets a weight
-    gradient of exactly zero.
+Blocks along t must not cross two experts. Rows are laid out with every group padded by zero rows to whole blocks (of 32
+in MX recipes), quantized once in that layout, and multiplied group by group. An expert without tokens has no rows and
+gets a weight gradient of exactly zero.
 """
 
 from __future__ import annotations
