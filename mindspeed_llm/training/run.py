@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from fsdp2.errors import ConfigurationError
+from fsdp2.peers import PeerLostError, naming_lost_peers
 
 from . import plan_report
 from .checkpoint import CheckpointError
@@ -46,7 +47,11 @@ def _train(job: Job, launch: Launch, device: str) -> int:
     try:
         trainer = Trainer(job, trainer_device)
         try:
-            status = trainer.train()
+            with naming_lost_peers():
+                status = trainer.train()
+        except PeerLostError as error:  # each rank says it: rank 0 may be the lost one
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
         except ConfigurationError as error:  # in the data that this rank read: others may not know of it
             print(f"error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
             return 2
