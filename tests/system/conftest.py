@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.tiny import QUANTIZED, Material, make_material, run_jobs
+from tests.system.tiny import QUANTIZED, SEQUENCES_PER_STEP, Material, make_material, run_jobs
+
+
+def one_by_one(processes: int) -> tuple:
+    """Micro-batches of one sequence on every number of processes, so that all multiply the same matrices; 8 steps."""
+    words = {
+        "--training.per_device_train_batch_size": 1,
+        "--training.gradient_accumulation_steps": SEQUENCES_PER_STEP // processes,
+        "--training.router_aux_loss_coef": 0,  # its shares are those of all processes' present micro-batches
+        "--training.max_steps": 8,
+        "--training.save_hf_weights": False,
+    }
+    return (*QUANTIZED, *(word for pair in words.items() for word in pair))
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +37,7 @@ def runs_on_2(material, tmp_path_factory) -> Path:
         "bf16": (),
         "after": (*QUANTIZED, late, "False"),
         "recompute": (*QUANTIZED, "--parallel.recompute"),
+        "one_by_one": one_by_one(2),
         "all": (*QUANTIZED, "--model.fsdp_low_precision_all_gather_mode", "all"),
         "resumed": (
             *QUANTIZED,
@@ -38,10 +51,14 @@ def runs_on_2(material, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_on_1(material, tmp_path_factory) -> Path:
+def runs_on_1(material, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("on_1")
-    run_jobs(folder, 1, [material.arguments(folder / "mx", processes=1, extra=QUANTIZED)])
-    return folder / "mx"
+    jobs = [
+        material.arguments(folder / "mx", processes=1, extra=QUANTIZED),
+        material.arguments(folder / "one_by_one", processes=1, extra=one_by_one(1)),
+    ]
+    run_jobs(folder, 1, jobs)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +68,7 @@ def runs_on_4(material, runs_on_2, tmp_path_factory) -> Path:
     checkpoint = runs_on_2 / "mx" / "checkpoints" / "step_00000010"
     jobs = [
         material.arguments(folder / "mx", processes=4, extra=QUANTIZED),
+        material.arguments(folder / "one_by_one", processes=4, extra=one_by_one(4)),
         material.arguments(
             folder / "resumed",
             processes=4,

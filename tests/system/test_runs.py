@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.system.tiny import SEQUENCE_LENGTH, SEQUENCES_PER_STEP, losses, rows
+from tests.system.tiny import MICRO_BATCHES, SEQUENCE_LENGTH, SEQUENCES_PER_STEP, losses, rows
 
 MX_BYTES = 1.03125  # of an element: one code, and a scale for every 32
 LINE = re.compile(
     r"INFO \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] >>  iteration        1/      20 \| consumed samples:          8 \| "
-    r"consumed tokens:        512 \| elapsed time per iteration \(ms\): \d+\.\d\d \| learning rate: 3\.000000E-03 \| "
+    r"consumed tokens:        512 \| elapsed time per iteration \(ms\): \d+\.\d\d \| learning rate: 1\.000000E-03 \| "
     r"global batch size:     8 \| lm loss: \d\.\d{6}E\+00 \| grad norm: \d+\.\d{3} \| "
     r"max_memory_allocated\(GB\): \d+\.\d\d \| max_memory_reserved\(GB\): \d+\.\d\d \|"
 )
@@ -24,7 +24,7 @@ LINE = re.compile(
 def test_it_learns_and_reports(runs_on_2):
     report = json.loads((runs_on_2 / "mx" / "report.json").read_text())
     assert report["steps"] == 20
-    assert report["loss_last"] < report["loss_first"] - 1.0
+    assert report["loss_last"] < report["loss_first"] - 0.5
     assert report["eval_loss"] < report["loss_first"] - 0.5
     assert 1.0 < report["eval_bits_per_byte"] < 8.0
     assert report["tokens_per_second"] > 0 and report["wall_s"] > 0
@@ -35,7 +35,7 @@ def test_it_learns_and_reports(runs_on_2):
 
 
 def test_console_line(runs_on_2):
-    assert len(LINE.findall((runs_on_2 / "console.txt").read_text())) == 5  # every run but the resumed one
+    assert len(LINE.findall((runs_on_2 / "console.txt").read_text())) == 5  # every run of 20 steps but the resumed one
 
 
 def test_metrics_rows(runs_on_2):
@@ -97,13 +97,22 @@ def test_mxfp8_and_bf16_train_alike(runs_on_2):
     assert losses(runs_on_2 / "mx") != losses(runs_on_2 / "bf16")
 
 
-def test_layouts_agree(run_on_1, runs_on_2, runs_on_4):
+def test_layouts_agree(runs_on_1, runs_on_2, runs_on_4):
+    """The same sequences, cut into other micro-batches: products of other shapes round otherwise."""
     on_2 = losses(runs_on_2 / "mx")
-    for other in (losses(run_on_1), losses(runs_on_4 / "mx")):
-        np.testing.assert_allclose(other, on_2, rtol=0, atol=1e-3)
-        np.testing.assert_allclose(other[:3], on_2[:3], rtol=0, atol=1e-5)  # before rounding can grow
-    found = [rows(run)[-1]["eval_bits_per_byte"] for run in (run_on_1, runs_on_2 / "mx")]
-    assert found[0] == pytest.approx(found[1], abs=1e-2)
+    for other in (runs_on_1, runs_on_4):
+        np.testing.assert_allclose(losses(other / "mx"), on_2, rtol=1e-3)
+        found = [rows(run / "mx")[-1]["eval_bits_per_byte"] for run in (other, runs_on_2)]
+        assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_layouts_agree_to_the_last_bit_of_a_product(runs_on_1, runs_on_2, runs_on_4):
+    """The same micro-batches, spread otherwise: only fp32 sums of losses may round otherwise."""
+    on_2 = rows(runs_on_2 / "one_by_one")
+    for other in (runs_on_1, runs_on_4):
+        for a, b in zip(rows(other / "one_by_one"), on_2, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], abs=2e-6)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-6)
 
 
 def test_resume_is_exact(runs_on_2):
@@ -121,7 +130,7 @@ def test_resume_is_exact(runs_on_2):
 def test_resume_on_more_processes_with_replicas(runs_on_2, runs_on_4):
     resumed = rows(runs_on_4 / "resumed")
     assert [row["step"] for row in resumed] == list(range(11, 21))
-    np.testing.assert_allclose(losses(runs_on_4 / "resumed"), losses(runs_on_2 / "mx")[10:], rtol=0, atol=1e-3)
+    np.testing.assert_allclose(losses(runs_on_4 / "resumed"), losses(runs_on_2 / "mx")[10:], rtol=1e-3)
 
 
 def test_output_folder(runs_on_2, material):
@@ -131,9 +140,8 @@ def test_output_folder(runs_on_2, material):
     assert plan["model.layers.0.self_attn.q_proj"]["recipe"] == "mxfp8"
     assert plan["model.layers.1.mlp.experts.down_proj"]["recipe"] == "mxfp8"
     assert plan["lm_head"]["recipe"] is None and plan["lm_head"]["reason"]
-    micro_batches = SEQUENCES_PER_STEP // 2 // 2  # of 2 sequences, on 2 processes; each gathers anew
     planned = sum(row["gather_bytes_forward"] for row in plan.values() if row["recipe"])
-    assert planned * micro_batches == rows(run)[0]["all_gather_bytes_forward_quantized"]
+    assert planned * MICRO_BATCHES == rows(run)[0]["all_gather_bytes_forward_quantized"]
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["training"]["max_steps"] == 20 and config["model"]["quant_recipe_name"] == "mxfp8"
     assert any((run / "tensorboard").glob("events.out.tfevents.*"))

@@ -13,6 +13,7 @@ from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQUENCES_PER_STEP = 8
+MICRO_BATCHES = 2  # each process takes two, however many processes there are
 SEQUENCE_LENGTH = 64
 VOCABULARY = 512
 MODEL = {
@@ -58,11 +59,11 @@ class Material:
             "--training.stage": "pt",
             "--training.output_dir": output_dir,
             "--training.max_steps": steps,
-            "--training.per_device_train_batch_size": 2,
-            "--training.gradient_accumulation_steps": SEQUENCES_PER_STEP // 2 // processes,
-            "--training.lr": 3e-3,
+            "--training.per_device_train_batch_size": SEQUENCES_PER_STEP // MICRO_BATCHES // processes,
+            "--training.gradient_accumulation_steps": MICRO_BATCHES,
+            "--training.lr": 1e-3,
             "--training.router_aux_loss_coef": 0.001,
-            "--training.eval_iters": SEQUENCES_PER_STEP // 2 // processes,  # the same sequences on any number
+            "--training.eval_iters": 2,
         }
         return [str(word) for pair in words.items() for word in pair] + [str(word) for word in extra]
 
