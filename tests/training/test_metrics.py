@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import termios
+import time
 from datetime import datetime
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -80,6 +81,7 @@ def test_a_resumed_run_drops_what_was_written_past_its_checkpoint(tmp_path):
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # killed while writing
+    time.sleep(1.1)  # TensorBoard reads event files in the order of their names, which hold whole seconds
     second = writer(tmp_path, 4)
     second.log(step_metrics(4, loss=40.0, evaluation={"loss": 7.0}))
     second.close()
