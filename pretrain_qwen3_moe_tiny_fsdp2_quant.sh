@@ -23,7 +23,7 @@ done
 MODEL=configs/models/qwen3_moe_tiny # a Hugging Face config.json
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/pretrain_qwen3_moe_tiny_fsdp2_quant}
 DATA_DIR=${DATA_DIR:-outputs/data/python_library} # corpus, tokenizer and tokens are made once and used again
-MAX_STEPS=${MAX_STEPS:-400}
+MAX_STEPS=${MAX_STEPS:-320}
 VOCABULARY=8192
 SPLIT=98,2,0 # documents to train on, to hold out, unused
 
