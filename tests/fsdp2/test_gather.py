@@ -30,6 +30,9 @@ MODES = {
     "tile after": {"recipe": "mxfp8-32x32", "gather": False},
     "tile, recompute": {"recipe": "mxfp8-32x32", "recompute": True},
     "tile, kept": {"recipe": "mxfp8-32x32", "reshard_after_forward": False},
+    "on-demand, kept, recompute": {"reshard_after_forward": False, "recompute": True},
+    "all, kept, recompute": {"mode": "all", "reshard_after_forward": False, "recompute": True},
+    "tile, kept, recompute": {"recipe": "mxfp8-32x32", "reshard_after_forward": False, "recompute": True},
 }
 PLANE, TILE = 1.03125, 1 + 1 / 1024
 # Bytes an element that a quantized weight sends in (forward, backward).
@@ -46,6 +49,9 @@ BYTES = {
     "tile": (TILE, TILE),
     "tile, recompute": (TILE, TILE),
     "tile, kept": (TILE, 0),
+    "on-demand, kept, recompute": (2 * PLANE, 0),
+    "all, kept, recompute": (2 * PLANE, 0),
+    "tile, kept, recompute": (TILE, 0),
 }
 
 
@@ -94,7 +100,7 @@ def test_shards_of_columns_differ_in_the_sum_of_the_norm_only(two):
     assert columns["norms"] == pytest.approx(rows["norms"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["tile", "tile, recompute", "tile, kept"])
+@pytest.mark.parametrize("name", ["tile", "tile, recompute", "tile, kept", "tile, kept, recompute"])
 def test_tiles_too(two, name):
     same(two[0][name], two[0]["tile after"])
 
