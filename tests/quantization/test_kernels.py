@@ -5,6 +5,7 @@ with the package: all 65,536 bf16 bit patterns pass through it as the largest nu
 element.
 """
 
+import ctypes
 import functools
 import itertools
 import math
@@ -202,6 +203,23 @@ def test_any_number_of_threads_gives_the_same_bytes(threads):
     same_bytes(rows, quantize(x, backend="reference"))
     same_bytes(columns, quantize(x, axis=-2, backend="reference"))
     same_numbers(y, columns.dequantize(torch.float32, backend="reference"))
+
+
+def test_python_threads_share_a_loop_too():
+    """Where torch's own OpenMP threads cannot be had; each counts chunks of 3 until none is left."""
+    if "cpu" not in BACKENDS:
+        pytest.skip("the cpu backend cannot run here")
+    from fsdp2.quantization.kernels import cpu_numba, cpu_threads
+
+    codes = torch.arange(256, dtype=torch.uint8).repeat(1000, 1)
+    scales = torch.randint(100, 150, (1000, 8), dtype=torch.uint8)
+    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    loop = cpu_numba.dequantize_loop(np.uint8, np.uint16)
+    addresses = codes.data_ptr(), scales.data_ptr(), out.data_ptr()
+    words = 0, 3, 32, *addresses, 1, 1000, 256, 1, 32, 3, 7, 8, 0x7E  # 32 units of 32 rows; E4M3
+    cpu_threads.run_on_python_threads(loop, 3, (ctypes.c_int64 * len(words))(*words))
+    q = MXTensor(codes, scales, "E4M3", (1, 32), -1, codes.shape)
+    same_numbers(out, q.dequantize(torch.bfloat16, backend="reference"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -45,10 +46,16 @@ def keep_freed_memory() -> None:
 
 
 def median_seconds(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Run every call once a round, `rounds` times after two rounds of warm-up; return each one's median seconds."""
+    """Run every call once a round, `rounds` times after two rounds of warm-up; return each one's median seconds.
+
+    Every round has an order of its own: what runs after a call that filled the caches with its own data is slower.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    shuffled, order = random.Random(0), list(calls)
     for number in range(rounds + 2):
-        for name, call in calls.items():
+        shuffled.shuffle(order)
+        for name in order:
+            call = calls[name]
             _wait(device)
             start = time.perf_counter()
             call()

@@ -1,10 +1,7 @@
-"""The CPU backend: the compiled loops of `cpu_numba`, one call a thread, on as many threads as torch uses.
+"""The CPU backend: the compiled loops of `cpu_numba` on torch's own threads.
 
 This module turns a tensor of any shape and axis into the [batch, rows, columns] the loops know and gives them output
 tensors; no number is computed here. numba is an optional dependency: without it, `mx` runs the reference on the CPU.
-
-Threads are Python's, not numba's: numba's own pool aborts the process when two Python threads enter it at once, as an
-autograd backward next to a data loader does, and the loops release the interpreter lock anyway.
 """
 
 from __future__ import annotations
@@ -12,9 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import numpy as np
@@ -23,10 +17,12 @@ from torch import Tensor
 
 from fsdp2.quantization.formats import E8M0_BIAS, MX_BLOCK, SCALE_FORMATS, WHOLE, BlockShape, ElementFormat
 from fsdp2.quantization.kernels import reference
+from fsdp2.quantization.kernels.cpu_threads import run_on_threads
 from fsdp2.quantization.kernels.reference import Planes
 
 ROWS, COLUMNS, TILES = 1, 2, 4  # how blocks lie: 1x32, 32x1, 32x32; ROWS + COLUMNS asks for both
-ELEMENTS_A_THREAD = 1 << 17  # below it, handing work to another thread costs more than it saves
+ELEMENTS_A_CHUNK = 1 << 16  # a chunk's numbers and codes stay in a core's cache
+ELEMENTS_FOR_THREADS = 1 << 16  # below it, handing work to another thread costs more than it saves
 
 
 def unavailable_reason(device_type: str) -> str | None:
@@ -77,10 +73,9 @@ def dequantize(
     out = torch.empty(shape, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     scale_dtype = np.uint8 if scales.dtype == torch.uint8 else np.float32
     out_dtype = np.uint16 if dtype == torch.bfloat16 else np.float32
-    tensors = codes.data_ptr(), scales.data_ptr(), scale_dtype, out.data_ptr(), out_dtype, size
-    numbers = *_lengths(size, layout, block_shape), scale_dtype is np.uint8, _decoding_constants(fmt)
-    decode = _loops().dequantize_units
-    _over_threads(size, lambda first, last: decode(*tensors, first, last, *numbers))
+    addresses = codes.data_ptr(), scales.data_ptr(), out.data_ptr()
+    loop = _loops().dequantize_loop(scale_dtype, out_dtype)
+    _over_threads(loop, size, *addresses, *size, *_lengths(size, layout, block_shape), *_decoding_constants(fmt))
     return out.to(dtype)
 
 
@@ -96,12 +91,10 @@ def _quantize_with_fp32_scales(
     scales, factors = reference.fp32_scales(own_amax if amax is None else amax, fmt)
     bad = ~(own_amax.isfinite() & scales.isfinite())
     codes = torch.empty(x.shape, dtype=torch.uint8)
-    _, _, constants, top = _encoding_constants(fmt, "floor")
+    _, _, *constants = _encoding_constants(fmt, "floor")
     factors = factors.contiguous()
-    tensors = x.data_ptr(), factors.data_ptr(), codes.data_ptr(), size
-    numbers = *_lengths(size, layout, block_shape), constants, top
-    encode = _loops().encode_units
-    _over_threads(size, lambda first, last: encode(*tensors, first, last, *numbers))
+    addresses = x.data_ptr(), factors.data_ptr(), codes.data_ptr()
+    _over_threads(_loops().encode_loop(), size, *addresses, *size, *_lengths(size, layout, block_shape), *constants)
     if bad.any():
         scales = scales.masked_fill(bad, torch.nan)
         codes.masked_fill_(reference.expand(bad, lengths, x.shape), fmt.nan_code)
@@ -120,29 +113,28 @@ def _quantize(x: Tensor, fmt: ElementFormat, layout: int, axis: int, rule: str) 
                 scales_shape[dim] = -(-scales_shape[dim] // MX_BLOCK)
             planes.append((torch.empty(x.shape, dtype=torch.uint8), torch.empty(scales_shape, dtype=torch.uint8)))
     # A layout alone fills the pair that is its own and does not touch the other.
-    tensors = [tensor.data_ptr() for tensor in (x, *planes[0], *planes[-1])]
-    encode, constants = _loops().quantize_units, _encoding_constants(fmt, rule)
-    _over_threads(size, lambda first, last: encode(*tensors, size, first, last, layout, *constants))
+    addresses = [tensor.data_ptr() for tensor in (x, *planes[0], *planes[-1])]
+    _over_threads(_loops().quantize_loop(), size, *addresses, *size, layout, *_encoding_constants(fmt, rule))
     return [(reference.pack(codes), scales) for codes, scales in planes] if fmt.codes_per_byte == 2 else planes
 
 
 @functools.cache
-def _encoding_constants(fmt: ElementFormat, rule: str) -> tuple:
-    """`round_up, emax, fmt, top` of `quantize_units`."""
+def _encoding_constants(fmt: ElementFormat, rule: str) -> tuple[int, ...]:
+    """`round_up, emax, *fmt, top` of `quantize_loop`; top as its bits."""
     round_up = {  # added to amax's bf16 bits, it makes the exponent field come out as the rule wants it
         "floor": 0,
         "ceil": 0x7F,  # any mantissa bit carries
         "rceil": 0x7F - (fmt.largest_mantissa_fp32 >> 16),  # a mantissa above the largest element's carries
         "even": 1 << (6 - fmt.mantissa_bits),
     }[rule]
-    codes = (fmt.mantissa_bits, fmt.smallest_normal_exponent + E8M0_BIAS, 16 - fmt.bits, fmt.nan_code, fmt.largest_code)
-    return np.int32(round_up), np.int32(fmt.emax), tuple(map(np.int32, codes)), np.float32(fmt.largest)
+    codes = fmt.mantissa_bits, fmt.smallest_normal_exponent + E8M0_BIAS, 16 - fmt.bits, fmt.nan_code, fmt.largest_code
+    return round_up, fmt.emax, *codes, int(np.float32(fmt.largest).view(np.int32))
 
 
 @functools.cache
-def _decoding_constants(fmt: ElementFormat) -> tuple:
-    """`fmt` of `dequantize_units`."""
-    return tuple(map(np.int32, (fmt.mantissa_bits, fmt.bias, fmt.bits, fmt.largest_code)))
+def _decoding_constants(fmt: ElementFormat) -> tuple[int, ...]:
+    """`fmt` of `dequantize_loop`."""
+    return fmt.mantissa_bits, fmt.bias, fmt.bits, fmt.largest_code
 
 
 def _layout(block_shape: BlockShape, axis: int, ndim: int) -> int:
@@ -165,23 +157,14 @@ def _three_dimensions(shape: torch.Size, layout: int, axis: int) -> tuple[int, i
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 
-def _over_threads(size: tuple[int, int, int], work: Callable[[int, int], None]) -> None:
-    """Run `work(first, last)` over all units of `size`, split over at most `torch.get_num_threads()` threads."""
+def _over_threads(loop, size: tuple[int, int, int], *words: int) -> None:
+    """Run a loop of `cpu_numba` over all units of `size`; it takes them in chunks, whoever is free the next one."""
     units, elements = size[0] * -(-size[1] // MX_BLOCK), math.prod(size)
     if elements == 0:
         return
-    threads = min(torch.get_num_threads(), units, max(1, elements // ELEMENTS_A_THREAD))
-    cuts = [units * i // threads for i in range(threads + 1)]
-    pending = [_pool(os.getpid(), threads).submit(work, *cuts[i : i + 2]) for i in range(1, threads)]
-    work(cuts[0], cuts[1])
-    for other in pending:
-        other.result()
-
-
-@functools.cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Worker threads of this process (a forked child has none of its parent's)."""
-    return ThreadPoolExecutor(max_workers=threads - 1, thread_name_prefix="mx-quantize")
+    chunk = max(1, ELEMENTS_A_CHUNK * units // elements)
+    threads = torch.get_num_threads() if elements >= ELEMENTS_FOR_THREADS and units > 1 else 1
+    run_on_threads(loop, threads, 0, chunk, units, *words)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ has: AVX-512, AVX2, SSE2, NEON), and ordinary numba code walks the tensor. They 
 
 Tensors are [batch, rows, columns], contiguous, and come as addresses: making numpy arrays of them would cost as much as
 a small tensor's quantization, and would keep FSDP2 from resizing their storage. Work is counted in units of one batch
-entry's 32 rows, so that any split over threads gives the same bytes. No function takes the interpreter lock.
+entry's 32 rows, so that any split over threads gives the same bytes.
 
 All of it is one file because numba's cache of compiled code looks at the file of the cached function alone: a change of
 a step in another file would go unnoticed.
@@ -19,15 +19,18 @@ a step in another file would go unnoticed.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from fsdp2.quantization.formats import MX_BLOCK as BLOCK
 from fsdp2.quantization.kernels.cpu import COLUMNS, ROWS, TILES
 
 MAX_COLUMNS = 8192  # 32 rows of so many bf16 are 512 KiB: they stay in the L2 cache between two passes over them
+AHEAD = 2048  # elements; processors fetch ahead by themselves too, but not past the next page of 4 KiB
 BF16_INFINITY = 0x7F80
 
 _I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
@@ -86,6 +89,34 @@ def data(typing_context, array):
         return context.make_array(array)(context, b, args[0]).data
 
     return types.CPointer(array.dtype)(array), generate
+
+
+@intrinsic
+def next_chunk(typing_context, counter):
+    """Return the integer behind a pointer and add one to it, so that each thread gets another."""
+
+    def generate(context, b, signature, args):
+        return b.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def prefetch(typing_context, values, at, write):
+    """Ask for the cache line of values[at] ahead of its use, to write it when `write` is 1; no address is wrong."""
+
+    def generate(context, b, signature, args):
+        name, pointer_type = "llvm.prefetch.p0", _I8.as_pointer()
+        function_type = ir.FunctionType(ir.VoidType(), [pointer_type, _I32, _I32, _I32])
+        function = b.module.globals.get(name) or ir.Function(b.module, function_type, name)
+        address = b.bitcast(b.gep(args[0], [args[1]]), pointer_type)
+        for_write = ir.Constant(_I32, write.literal_value)
+        b.call(function, [address, for_write, ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
+        return context.get_dummy_value()
+
+    if not isinstance(write, types.IntegerLiteral):
+        return None
+    return types.void(values, types.intp, write), generate
 
 
 @intrinsic
@@ -220,6 +251,45 @@ def decode_block(typing_context, codes, at, factor, factor_at, out, out_at, mant
     return types.void(*signature), generate
 
 
+@intrinsic
+def decode_normal_block(typing_context, codes, at, offset, offset_at, out, out_at, mantissa_bits, bits, largest_code):
+    """As `decode_block`, in 16-bit arithmetic, when every code is zero or normal; return whether one is not.
+
+    A code's exponent and mantissa are those of the bf16 result but for a difference of exponents: `offset` (int16, a
+    number or a pointer), (biased scale - bias) << 7, must keep all exponents of the format normal.
+    """
+
+    def generate(context, b, signature, args):
+        code = b.zext(b.load(_address(b, args[0], args[1], _I8), align=1), _vector(_I16))
+        mantissa, bits, largest = (b.trunc(arg, _I16) for arg in args[6:9])
+        one, seven = ir.Constant(_I16, 1), ir.Constant(_I16, 7)
+        offset_v = args[2]
+        if isinstance(offset_v.type, ir.PointerType):
+            offset_v = b.load(_address(b, args[2], args[3], _I16), align=2)
+        else:
+            offset_v = _splat(b, offset_v)
+        magnitude = b.and_(code, _splat(b, b.sub(b.shl(one, b.sub(bits, one)), one)))
+        first_normal = b.shl(one, mantissa)
+        normal = b.add(b.shl(magnitude, _splat(b, b.sub(seven, mantissa))), offset_v)
+        is_zero = b.icmp_unsigned("==", magnitude, _constant(_I16, 0))
+        past = b.icmp_unsigned(
+            ">", b.sub(magnitude, _splat(b, first_normal)), _splat(b, b.sub(largest, first_normal))
+        )  # smaller ones wrap around
+        sign = b.and_(b.shl(code, _splat(b, b.sub(ir.Constant(_I16, 16), bits))), _constant(_I16, 0x8000))
+        result = b.or_(b.select(is_zero, _constant(_I16, 0), normal), sign)
+        if out.dtype == types.uint16:
+            b.store(result, _address(b, args[4], args[5], _I16), align=2)
+        else:
+            result = b.shl(b.zext(result, _vector(_I32)), _constant(_I32, 16))
+            b.store(result, _address(b, args[4], args[5], _I32), align=4)
+        special = b.bitcast(b.and_(past, b.not_(is_zero)), ir.IntType(BLOCK))
+        return b.icmp_unsigned("!=", special, ir.Constant(ir.IntType(BLOCK), 0))
+
+    offset = offset if isinstance(offset, types.CPointer) else types.int16
+    index, integer = types.intp, types.int32
+    return types.boolean(codes, index, offset, index, out, index, integer, integer, integer), generate
+
+
 @njit(nogil=True, error_model="numpy")
 def _scale_byte(amax, round_up, emax):
     byte = np.int32(max(np.int32(np.int32(np.int32(amax) + round_up) >> np.int32(7)) - emax, np.int32(0)))
@@ -252,6 +322,8 @@ def _power(byte):
 @njit(nogil=True, error_model="numpy")
 def _quantize_row_block(x, at, codes, codes_at, amax, column, both, round_up, emax, fmt, top):
     """Quantize x[at:at+32] as one block into codes[codes_at:]; return the scale byte."""
+    prefetch(x, at + AHEAD, 0)
+    prefetch(codes, codes_at + AHEAD, 1)
     largest = block_and_column_amax(x, at, amax, column) if both else block_amax(x, at)
     byte = _scale_byte(largest, round_up, emax)
     if encode_normal_block(x, at, _offset(byte, fmt), 0, codes, codes_at, fmt[0], fmt[2], fmt[4]):
@@ -296,6 +368,7 @@ def _encode_columns(x, start, count, offsets, factors, codes, fmt, top, tail_x, 
     whole = count - count % BLOCK
     for c in range(0, whole, BLOCK):
         at = start + c
+        prefetch(codes, at + AHEAD, 1)
         if encode_normal_block(x, at, offsets, c, codes, at, fmt[0], fmt[2], fmt[4]):
             encode_block(x, at, factors, c, codes, at, fmt[0], fmt[1], fmt[2], top)
     if whole < count:
@@ -306,9 +379,15 @@ def _encode_columns(x, start, count, offsets, factors, codes, fmt, top, tail_x, 
 
 
 @njit(nogil=True, error_model="numpy")
-def _raise_amax(amax, x):
-    for i in range(x.size):
-        amax[i] = max(amax[i], np.uint16(x[i] & np.uint16(0x7FFF)))
+def _raise_amax(x, start, count, amax, tail_x):
+    """Raise `amax` of the columns to the magnitudes of x[start:start+count], part of one row."""
+    whole = count - count % BLOCK
+    for c in range(0, whole, BLOCK):
+        prefetch(x, start + c + AHEAD, 0)
+        block_and_column_amax(x, start + c, amax, c)
+    if whole < count:
+        _copy_tail(x, start + whole, count - whole, tail_x)
+        block_and_column_amax(data(tail_x), 0, amax, whole)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -341,8 +420,8 @@ def _scale_tiles(amax, round_up, emax, fmt, scales, offsets, factors):
     return largest
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def quantize_units(
+@njit(nogil=True, error_model="numpy")
+def _quantize_units(
     x, row_codes, row_scales, column_codes, column_scales, size, first, last, layout, round_up, emax, fmt, top
 ):
     """Quantize units first..last of x [batch, rows, columns], bf16.
@@ -362,7 +441,7 @@ def quantize_units(
     tail_x, tail_codes = np.empty(BLOCK, np.uint16), np.empty(BLOCK, np.uint8)
     tiles = layout == TILES
     scales_a_unit = column_blocks if tiles else columns
-    flat, bits = pointer(x, np.uint16), carray(pointer(x, np.uint16), batches * rows * columns)
+    flat = pointer(x, np.uint16)
     row_out, column_out = pointer(row_codes, np.uint8), pointer(column_codes, np.uint8)
     row_scales_out = pointer(row_scales, np.uint8)
     column_scales_out = carray(pointer(column_scales, np.uint8), batches * units * scales_a_unit)
@@ -372,8 +451,9 @@ def quantize_units(
         for c0 in range(0, columns, width):
             count = min(width, columns - c0)
             amax[:] = 0
+            column_amax = data(amax)
             if layout & ROWS:
-                both, column_amax = layout & COLUMNS != 0, data(amax)
+                both = layout & COLUMNS != 0
                 for r in row_range:
                     start, at = r * columns + c0, r * column_blocks + c0 // BLOCK
                     _quantize_row(
@@ -382,7 +462,7 @@ def quantize_units(
                     )  # fmt: skip
             else:
                 for r in row_range:
-                    _raise_amax(amax[:count], bits[r * columns + c0 : r * columns + c0 + count])
+                    _raise_amax(flat, r * columns + c0, count, column_amax, tail_x)
             if layout & (COLUMNS | TILES):
                 factors[count:] = 0.0
                 if tiles:
@@ -406,29 +486,40 @@ def quantize_units(
 
 
 @njit(nogil=True, error_model="numpy")
-def _decode_row(codes, start, count, factors, per_column, out, fmt, tail_codes, tail_out):
-    """Decode codes[start:start+count], part of one row, with a factor a column or a factor every 32 columns."""
-    whole = count - count % BLOCK
+def _decode_block(codes, at, per_column, offsets, factors, i, exact, out, out_at, fmt):
+    """Decode codes[at:at+32] with the scale i, or the scales of the columns from i; see `_decode_row`."""
     if per_column:
-        for c in range(0, whole, BLOCK):
-            decode_block(codes, start + c, data(factors), c, out, start + c, fmt[0], fmt[1], fmt[2], fmt[3])
+        if exact and not decode_normal_block(codes, at, offsets, i, out, out_at, fmt[0], fmt[2], fmt[3]):
+            return
+        decode_block(codes, at, factors, i, out, out_at, fmt[0], fmt[1], fmt[2], fmt[3])
     else:
-        for c in range(0, whole, BLOCK):
-            factor = factors[c // BLOCK]
-            decode_block(codes, start + c, factor, 0, out, start + c, fmt[0], fmt[1], fmt[2], fmt[3])
+        if exact and not decode_normal_block(codes, at, offsets[i], 0, out, out_at, fmt[0], fmt[2], fmt[3]):
+            return
+        decode_block(codes, at, factors[i], 0, out, out_at, fmt[0], fmt[1], fmt[2], fmt[3])
+
+
+@njit(nogil=True, error_model="numpy")
+def _decode_row(codes, start, count, offsets, factors, per_column, exact, out, fmt, tail_codes, tail_out):
+    """Decode codes[start:start+count], part of one row, with a scale a column or a scale every 32 columns.
+
+    A scale is a factor and, where `exact`, an offset of exponents too.
+    """
+    whole = count - count % BLOCK
+    for c in range(0, whole, BLOCK):
+        i = c if per_column else c // BLOCK
+        prefetch(codes, start + c + AHEAD, 0)
+        prefetch(out, start + c + AHEAD, 1)
+        _decode_block(codes, start + c, per_column, offsets, factors, i, exact, out, start + c, fmt)
     if whole < count:
         _copy_tail(codes, start + whole, count - whole, tail_codes)
-        tail, tail_to = data(tail_codes), data(tail_out)
-        if per_column:
-            decode_block(tail, 0, data(factors), whole, tail_to, 0, fmt[0], fmt[1], fmt[2], fmt[3])
-        else:
-            decode_block(tail, 0, factors[whole // BLOCK], 0, tail_to, 0, fmt[0], fmt[1], fmt[2], fmt[3])
+        i = whole if per_column else whole // BLOCK
+        _decode_block(data(tail_codes), 0, per_column, offsets, factors, i, exact, data(tail_out), 0, fmt)
         for i in range(count - whole):
             out[start + whole + i] = tail_out[i]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def encode_units(x, factors, codes, size, first, last, row_length, column_length, fmt, top):
+@njit(nogil=True, error_model="numpy")
+def _encode_units(x, factors, codes, size, first, last, row_length, column_length, fmt, top):
     """Encode units first..last of x [batch, rows, columns], bf16, times given factors, without finding any scale.
 
     factors: fp32 [batch, ceil(rows / row_length), ceil(columns / column_length)]; column_length is 1 or at least
@@ -465,8 +556,8 @@ def encode_units(x, factors, codes, size, first, last, row_length, column_length
                     out[start + whole + i] = tail_codes[i]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def dequantize_units(
+@njit(nogil=True, error_model="numpy")
+def _dequantize_units(
     codes, scales, scale_dtype, out, out_dtype, size, first, last, row_length, column_length, exponents, fmt
 ):
     """Decode units first..last of codes [batch, rows, columns] into `out`: fp32, or bf16 when out_dtype is np.uint16.
@@ -480,8 +571,12 @@ def dequantize_units(
     row_blocks = (rows + row_length - 1) // row_length
     column_blocks = (columns + column_length - 1) // column_length
     per_column = column_length == 1
+    blocks_a_scale = (column_length + BLOCK - 1) // BLOCK  # not used per column
     needed = columns if per_column else (columns + BLOCK - 1) // BLOCK
-    factors = np.zeros((columns + BLOCK - 1) // BLOCK * BLOCK, np.float32)
+    room = (columns + BLOCK - 1) // BLOCK * BLOCK
+    factors, offsets = np.zeros(room, np.float32), np.zeros(room, np.int16)
+    smallest, largest = fmt[1], np.int32(254) + fmt[1] - (fmt[3] >> (fmt[0] & np.int32(7)))
+    exact = False
     tail_codes, tail_out = np.empty(BLOCK, np.uint8), np.empty(BLOCK, out_dtype)
     flat, flat_out, scales_in = pointer(codes, np.uint8), pointer(out, out_dtype), pointer(scales, scale_dtype)
     for unit in range(first, last):
@@ -489,8 +584,82 @@ def dequantize_units(
         for r in range(top_row, min(top_row + BLOCK, rows)):
             if r == top_row or r % row_length == 0:
                 at = (batch * row_blocks + r // row_length) * column_blocks
+                exact = exponents
                 for i in range(needed):
-                    scale = scales_in[at + (i if per_column else i * BLOCK // column_length)]
-                    factors[i] = _power(np.int32(scale)) if exponents else np.float32(scale)
+                    scale = scales_in[at + (i if per_column or blocks_a_scale == 1 else i // blocks_a_scale)]
+                    if exponents:
+                        byte = np.int32(scale)
+                        factors[i] = _power(byte)
+                        offsets[i] = np.int16((byte - fmt[1]) << np.int32(7))
+                        exact &= smallest <= byte <= largest
+                    else:
+                        factors[i] = np.float32(scale)
             start = (batch * rows + r) * columns
-            _decode_row(flat, start, columns, factors, per_column, flat_out, fmt, tail_codes, tail_out)
+            _decode_row(
+                flat, start, columns, data(offsets), data(factors), per_column, exact, flat_out, fmt, tail_codes,
+                tail_out,
+            )  # fmt: skip
+
+
+# What threads run: void(int64 *words) with words = next chunk, units a chunk, units, and the arguments of the function
+# that each one calls. Compiled when first used, stored for the next process.
+
+
+def _loop(function):
+    return cfunc(types.void(types.CPointer(types.int64)), cache=True, nopython=True, error_model="numpy")(function)
+
+
+@functools.cache
+def quantize_loop():
+    """`_quantize_units` for threads."""
+
+    def quantize(words):
+        a = carray(words, 20)
+        fmt = np.int32(a[14]), np.int32(a[15]), np.int32(a[16]), np.int32(a[17]), np.int32(a[18])
+        top = np.int32(a[19]).view(np.float32)
+        first = next_chunk(words) * a[1]
+        while first < a[2]:
+            _quantize_units(
+                a[3], a[4], a[5], a[6], a[7], (a[8], a[9], a[10]), first, min(first + a[1], a[2]), a[11],
+                np.int32(a[12]), np.int32(a[13]), fmt, top,
+            )  # fmt: skip
+            first = next_chunk(words) * a[1]
+
+    return _loop(quantize)
+
+
+@functools.cache
+def encode_loop():
+    """`_encode_units` for threads."""
+
+    def encode(words):
+        a = carray(words, 17)
+        fmt = np.int32(a[11]), np.int32(a[12]), np.int32(a[13]), np.int32(a[14]), np.int32(a[15])
+        top = np.int32(a[16]).view(np.float32)
+        first = next_chunk(words) * a[1]
+        while first < a[2]:
+            last = min(first + a[1], a[2])
+            _encode_units(a[3], a[4], a[5], (a[6], a[7], a[8]), first, last, a[9], a[10], fmt, top)
+            first = next_chunk(words) * a[1]
+
+    return _loop(encode)
+
+
+@functools.cache
+def dequantize_loop(scale_dtype, out_dtype):
+    """`_dequantize_units` for threads, one for every scale_dtype (np.uint8, np.float32) and out_dtype (np.uint16,
+    np.float32)."""
+    exponents = scale_dtype is np.uint8
+
+    def dequantize(words):
+        a = carray(words, 15)
+        fmt = np.int32(a[11]), np.int32(a[12]), np.int32(a[13]), np.int32(a[14])
+        first = next_chunk(words) * a[1]
+        while first < a[2]:
+            _dequantize_units(
+                a[3], a[4], scale_dtype, a[5], out_dtype, (a[6], a[7], a[8]), first, min(first + a[1], a[2]), a[9],
+                a[10], exponents, fmt,
+            )  # fmt: skip
+            first = next_chunk(words) * a[1]
+
+    return _loop(dequantize)
