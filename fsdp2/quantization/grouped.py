@@ -18,14 +18,13 @@ import itertools
 import torch
 from torch import Tensor
 
-from fsdp2.expert_parallel.grouped_linear import GroupedLinear, group_offsets, grouped_forward, grouped_weight_gradient
+from fsdp2.expert_parallel.grouped_linear import GroupedLinear, group_offsets
+from fsdp2.quantization.grouped_gemm import grouped_gradient, grouped_product
 from fsdp2.quantization.linear import (
     OperandForm,
-    multiplied_in,
     planes_of,
     quantized_both,
     weight_operand,
-    widened,
 )
 from fsdp2.quantization.recipe import QuantRecipe
 
@@ -78,8 +77,7 @@ class _MXGroupedFunction(torch.autograd.Function):
         ctx.save_for_backward(w_EIO, *planes_of(x_along_P))
         ctx.recipe, ctx.groups, ctx.dtype = recipe, groups, x_TI.dtype
         operands = x_along_I, weight_operand(w_EIO, recipe, -2)
-        y_PO = grouped_forward(*widened(multiplied_in(x_TI, *operands), *operands), groups.offsets)
-        return groups.unpad(y_PO.to(x_TI.dtype))
+        return groups.unpad(grouped_product(*operands, -2, groups.offsets, x_TI))
 
     @staticmethod
     def backward(ctx, dy_TO: Tensor):
@@ -91,13 +89,10 @@ class _MXGroupedFunction(torch.autograd.Function):
         dx = dw = None
         if wants_dx:
             operands = dy_along_O, weight_operand(w_EIO, recipe, -1)
-            dy_PO, w_EIO_again = widened(multiplied_in(dy_TO, *operands), *operands)
-            dx = groups.unpad(grouped_forward(dy_PO, w_EIO_again.transpose(1, 2), groups.offsets).to(ctx.dtype))
-            del dy_PO, w_EIO_again
+            dx = groups.unpad(grouped_product(*operands, -1, groups.offsets, dy_TO).to(ctx.dtype))
         if wants_dw:
             operands = ctx.saved_input.restore(tuple(planes)), dy_along_P
-            operands = widened(multiplied_in(dy_TO, *operands), *operands)
-            dw = grouped_weight_gradient(*operands, groups.offsets).to(w_EIO.dtype)
+            dw = grouped_gradient(*operands, groups.offsets, dy_TO).to(w_EIO.dtype)
         return dx, dw, None, None
 
 

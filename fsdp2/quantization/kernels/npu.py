@@ -6,8 +6,9 @@ operators on the same device; so does everything on A2 and A3, which have no MX 
 (`--model.quant_emulate`), since it is slower than bf16.
 
 The operators keep scales in pairs: the block axis has ceil(blocks / 2) entries and a trailing dimension of 2. `unpair`
-and `pair` go between that and the one scale a block that `MXTensor` holds. A GEMM takes codes and scales transposed
-the same way, as views.
+and `pair` go between that and the one scale a block that `MXTensor` holds; rows in groups have a layout of their own
+(`pair_in_groups`). A GEMM takes codes and scales transposed the same way, as views. It knows no 32x32 tiles: a tile's
+scale is repeated for its 32 blocks.
 
 Proven here: the calls fit torch_npu 2.13.0's operator schemas and shape functions, and the arithmetic around them is
 right when the operators do what they document (tests/quantization/test_npu.py). Not proven: their numbers on a chip.
@@ -16,6 +17,7 @@ right when the operators do what they document (tests/quantization/test_npu.py).
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -98,9 +100,64 @@ def matmul_reason(left, right) -> str | None:
     if reason := _device_reason(left.codes.device.type):
         return reason
     for q in (left, right):
-        if q.element_format not in DTYPES or tuple(q.block_shape) != (1, MX_BLOCK):
-            return f"npu_quant_matmul takes E4M3 and E5M2 in blocks of 1x32, not {q.element_format} {q.block_shape}"
+        if q.element_format not in DTYPES or tuple(q.block_shape) not in ((1, MX_BLOCK), (MX_BLOCK, MX_BLOCK)):
+            return f"the GEMMs take E4M3 and E5M2 with a scale for 32, not {q.element_format} {q.block_shape}"
     return None
+
+
+def grouped_reason(left, right) -> str | None:
+    """None when npu_grouped_matmul multiplies groups of these `MXTensor`s itself; else why not."""
+    return matmul_reason(left, right)
+
+
+def grouped_matmul(x, w, offsets: list[int], out_dtype: torch.dtype) -> Tensor:
+    """`grouped_gemm.grouped_product` by npu_grouped_matmul, groups along the rows of `x`."""
+    x_codes, x_scales = _operand(x, contracted_last=True)
+    w_codes, w_scales = w.codes.view(DTYPES[w.element_format]), pair(_block_scales(w), w.axis % 3)
+    if w.axis % 3 == 2:
+        w_codes, w_scales = w_codes.transpose(1, 2), w_scales.transpose(1, 2)
+    return _grouped(x_codes, x_scales, w_codes, w_scales, offsets, out_dtype, group_type=0)
+
+
+def grouped_gradient(x, dy, offsets: list[int], out_dtype: torch.dtype) -> Tensor:
+    """`grouped_gemm.grouped_gradient` by npu_grouped_matmul, groups along the contracted rows of both."""
+    x_codes, dy_codes = (q.codes.view(DTYPES[q.element_format]) for q in (x, dy))
+    x_scales, dy_scales = (pair_in_groups(_block_scales(q), offsets) for q in (x, dy))
+    return _grouped(x_codes.t(), x_scales.transpose(0, 1), dy_codes, dy_scales, offsets, out_dtype, group_type=2)
+
+
+def _grouped(
+    left: Tensor,
+    left_scales: Tensor,
+    right: Tensor,
+    right_scales: Tensor,
+    offsets: list[int],
+    out_dtype: torch.dtype,
+    group_type: int,
+) -> Tensor:
+    torch_npu = _torch_npu()
+    # The operator's shape function notices none of these.
+    experts = len(offsets) - 1
+    assert offsets[0] == 0 and offsets[-1] == left.shape[1 if group_type else 0], (offsets, left.shape)
+    assert left.shape[1] == right.shape[-2], (left.shape, right.shape)
+    assert group_type == 2 or right.shape[0] == experts, (right.shape, experts)
+    assert left.is_contiguous() == left_scales.is_contiguous() or 1 in left.shape, "transposed one but not the other"
+    assert out_dtype in (torch.bfloat16, torch.float16, torch.float32), out_dtype
+    ends = torch.tensor(offsets[1:], dtype=torch.int64, device=left.device)  # cumulative: group_list_type 0
+    (out,) = torch_npu.npu_grouped_matmul(
+        [left],
+        [right],
+        scale=[right_scales],
+        per_token_scale=[left_scales],
+        group_list=ends,
+        group_list_type=0,
+        group_type=group_type,
+        split_item=3,
+        output_dtype=out_dtype,
+        scale_dtype=torch_npu.float8_e8m0fnu,
+        per_token_scale_dtype=torch_npu.float8_e8m0fnu,
+    )
+    return out
 
 
 def matmul(left, right, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -135,6 +192,30 @@ def pair(scales: Tensor, axis: int) -> Tensor:
     return scales.unflatten(axis, (-1, 2)).movedim(axis + 1, -1).contiguous()
 
 
+def pair_in_groups(scales: Tensor, offsets: list[int]) -> Tensor:
+    """[P / 32, C] along the rows of groups -> [P // 64 + E, C, 2]: each group's pairs begin at offset // 64 + e, and
+    its odd last block is paired with 0. Every group is whole blocks. The layout of npu_grouped_dynamic_mx_quant, which
+    the GEMM that contracts the groups' rows takes."""
+    assert all(offset % MX_BLOCK == 0 for offset in offsets), f"groups must be whole blocks of {MX_BLOCK}: {offsets}"
+    places = []
+    for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        first = 2 * (begin // (2 * MX_BLOCK) + expert)
+        places += range(first, first + (end - begin) // MX_BLOCK)
+    pairs = offsets[-1] // (2 * MX_BLOCK) + len(offsets) - 1
+    index = torch.tensor(places, dtype=torch.int64, device=scales.device)
+    spread = scales.new_zeros(2 * pairs, scales.shape[1]).index_copy(0, index, scales)
+    return spread.view(pairs, 2, -1).transpose(1, 2).contiguous()
+
+
+def _block_scales(q) -> Tensor:
+    """The scales of 1x32 blocks along `q.axis`: those of 32x32 tiles repeated, as a tile is 32 such blocks."""
+    if q.block_shape[0] == 1:
+        return q.scales
+    axis = q.axis % len(q.shape)
+    across = len(q.shape) - 1 if axis == len(q.shape) - 2 else len(q.shape) - 2
+    return q.scales.repeat_interleave(MX_BLOCK, across).narrow(across, 0, q.shape[across])
+
+
 def _in_hardware(x: Tensor, fmt: ElementFormat, block_shape: BlockShape, rule: str) -> bool:
     known = fmt.name in DTYPES and MX_BLOCK in block_shape and rule in SCALE_ALGORITHMS
     return known and x.numel() > 0 and _device_reason(x.device.type) is None
@@ -149,7 +230,7 @@ def _device_reason(device_type: str) -> str | None:
 def _operand(q, *, contracted_last: bool) -> tuple[Tensor, Tensor]:
     """Codes and paired scales of a 2-D `MXTensor`, as views with the contracted dimension last or first."""
     axis = q.axis % 2
-    codes, scales = q.codes.view(DTYPES[q.element_format]), pair(q.scales, axis)
+    codes, scales = q.codes.view(DTYPES[q.element_format]), pair(_block_scales(q), axis)
     transpose = (axis == 1) != contracted_last
     return (codes.t(), scales.transpose(0, 1)) if transpose else (codes, scales)
 
