@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +46,11 @@ class _GroupedMM(torch.autograd.Function):
     are kept."""
 
     @staticmethod
-    def forward(ctx, x_TI: Tensor, w_EIO: Tensor, offsets: list[int]) -> Tensor:
+    def forward(ctx, x_TI: Tensor, w_EIO: Tensor, offsets: list[int], products: Products) -> Tensor:
         ctx.save_for_backward(x_TI, w_EIO)
-        ctx.offsets = offsets
+        ctx.offsets, ctx.products = offsets, products
         wide = torch.float32 if runs_in_fp32(x_TI) else x_TI.dtype
-        return grouped_forward(x_TI.to(wide), w_EIO.to(wide), offsets).to(x_TI.dtype)
+        return products.forward(x_TI.to(wide), w_EIO.to(wide), offsets).to(x_TI.dtype)
 
     @staticmethod
     def backward(ctx, dy_TO: Tensor):
@@ -56,16 +58,16 @@ class _GroupedMM(torch.autograd.Function):
         wide = torch.float32 if runs_in_fp32(x_TI) else x_TI.dtype
         dy_TO = dy_TO.to(wide)
         dx = (
-            grouped_forward(dy_TO, w_EIO.to(wide).transpose(1, 2), ctx.offsets).to(x_TI.dtype)
+            ctx.products.forward(dy_TO, w_EIO.to(wide).transpose(1, 2), ctx.offsets).to(x_TI.dtype)
             if ctx.needs_input_grad[0]
             else None
         )
         dw = (
-            grouped_weight_gradient(x_TI.to(wide), dy_TO, ctx.offsets).to(w_EIO.dtype)
+            ctx.products.weight_gradient(x_TI.to(wide), dy_TO, ctx.offsets).to(w_EIO.dtype)
             if ctx.needs_input_grad[1]
             else None
         )
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 def grouped_forward(x_TI: Tensor, w_EIO: Tensor, offsets: list[int]) -> Tensor:
@@ -88,6 +90,13 @@ def grouped_weight_gradient(x_TI: Tensor, dy_TO: Tensor, offsets: list[int]) -> 
     return dw_EIO
 
 
+class Products(NamedTuple):
+    """How groups are multiplied: functions with the signatures of `grouped_forward` and `grouped_weight_gradient`."""
+
+    forward: Callable[[Tensor, Tensor, list[int]], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor, list[int]], Tensor]
+
+
 class GroupedLinear(nn.Module):
     """E bias-free projections in one parameter.
 
@@ -97,9 +106,11 @@ class GroupedLinear(nn.Module):
 
     `forward(x_TI, counts_E)`: x_TI [T, I] sorted by expert, counts_E int64 [E] rows of each expert -> [T, O].
     `row_block`: groups of a multiple of this many rows are computed as they are, others are padded inside.
+    `products`: how groups are multiplied, by default expert by expert.
     """
 
     row_block = 1
+    products = Products(grouped_forward, grouped_weight_gradient)
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
@@ -117,7 +128,7 @@ class GroupedLinear(nn.Module):
         return self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
 
     def forward(self, x_TI: Tensor, counts_E: Tensor) -> Tensor:
-        return _GroupedMM.apply(x_TI, self.own_weight(), group_offsets(counts_E, x_TI.shape[0]))
+        return _GroupedMM.apply(x_TI, self.own_weight(), group_offsets(counts_E, x_TI.shape[0]), self.products)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"

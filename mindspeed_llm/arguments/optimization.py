@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mindspeed_llm.arguments.flag import NO_EFFECT, NOT_BUILT, flag
 
-_TORCH = "the plain torch operation is used, with the same result"
+_ELSEWHERE = "; elsewhere no effect: plain torch operations, with the same result."
 _DEEPSEEK = "no built model has this operation (it belongs to DeepSeek-V4)"
 _GDN = "no built model has a gated delta network (it belongs to Qwen3-Next)"
 _CAUSAL = "attention sees all earlier tokens"
@@ -20,16 +20,14 @@ _CAUSAL = "attention sees all earlier tokens"
 class OptimizationArguments:
     """Fused operations and memory savers."""
 
-    use_fused_rmsnorm: bool = flag("Fused RMSNorm.", False, status=NO_EFFECT, note=_TORCH)
+    use_fused_rmsnorm: bool = flag(f"Fused RMSNorm on NPUs{_ELSEWHERE}", False)
     moe_grouped_gemm: bool = flag(
-        "One grouped GEMM for all experts.", False, status=NO_EFFECT, note="experts always run as grouped GEMMs"
+        f"One GEMM for all experts in 16 bits, and fused permutation, on NPUs{_ELSEWHERE}", False
     )
-    use_fused_rotary_pos_emb: bool = flag("Fused rotary embedding.", False, status=NO_EFFECT, note=_TORCH)
+    use_fused_rotary_pos_emb: bool = flag(f"Fused rotary embedding on NPUs{_ELSEWHERE}", False)
+    use_fused_swiglu: bool = flag(f"Fused SwiGLU of experts on NPUs{_ELSEWHERE}", False)
     use_flash_attn: bool = flag(
-        "Flash attention.",
-        False,
-        status=NO_EFFECT,
-        note="torch's scaled_dot_product_attention is always used and picks its kernel by device",
+        "Flash attention: the fused operator on NPUs, SDPA's flash kernel alone on CUDA; on a CPU no effect.", False
     )
     use_sparse_flash_attn: bool = flag("Sparse flash attention.", False, status=NO_EFFECT, note=_DEEPSEEK)
     use_fused_lightning_indexer: bool = flag("Fused indexer.", False, status=NO_EFFECT, note=_DEEPSEEK)

@@ -79,6 +79,7 @@ def prepare(arguments: Arguments, launch: Launch, device_type: str) -> Job:
     """
     from mindspeed_llm.data import load_tokenizer, tokenizer_checks
     from mindspeed_llm.models import build_model, load_config
+    from mindspeed_llm.models.layers.fused import choose_kernels
     from mindspeed_llm.models.layers.router import configure_routing
 
     model_arguments, training = arguments.model, arguments.training
@@ -100,6 +101,7 @@ def prepare(arguments: Arguments, launch: Launch, device_type: str) -> Job:
     configure_routing(
         model, fixed=arguments.optimization.fix_router, balance_by_bias=training.router_bias_update_rate > 0
     )
+    notes = (*notes, *choose_kernels(model, device_type, arguments.optimization))
     return Job(
         arguments=arguments,
         launch=launch,

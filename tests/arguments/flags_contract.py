@@ -207,6 +207,9 @@ ADDED = {
         ("quant_scale_rule", "str?", ("floor", "ceil", "rceil", "even"), None),
         ("quant_emulate", "bool", (), False),
     ],
+    "optimization": [
+        ("use_fused_swiglu", "bool", (), False),
+    ],
     "parallel": [
         ("dp_replicate_size", "int", (), 1),
         ("ep_dispatch_precision", "str", ("param_dtype", "mxfp8"), "param_dtype"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp2.matmul import Linear
 from mindspeed_llm.models.config import ModelConfig
@@ -34,9 +35,15 @@ class _Rotate(torch.autograd.Function):
         return rotate(dy, cos, -sin).to(ctx.dtype), None, None, None
 
 
+def rotate_heads(x: Tensor, table: RotaryTable, dtype: torch.dtype) -> Tensor:
+    """Turn x [B, S, heads, D] by its positions' angles, as `dtype`."""
+    return _Rotate.apply(x, table.cos, table.sin, dtype)
+
+
 class GroupedQueryAttention(nn.Module):
     """[B, S, hidden] -> [B, S, hidden]. `num_key_value_heads` divides `num_attention_heads`; every key/value head
-    serves a group of query heads.
+    serves a group of query heads. `rotate` and `attend` are the functions between the projections
+    (`fused.choose_kernels`).
     """
 
     def __init__(self, config: ModelConfig, layer_index: int, device=None):
@@ -44,6 +51,7 @@ class GroupedQueryAttention(nn.Module):
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         bias = config.attention_bias
         self.head_dim, self.grouped, self.layer_index = dim, kv_heads != heads, layer_index
+        self.rotate, self.attend = rotate_heads, causal_attention
         self.q_proj = Linear(config.hidden_size, heads * dim, bias=bias, device=device)
         self.k_proj = Linear(config.hidden_size, kv_heads * dim, bias=bias, device=device)
         self.v_proj = Linear(config.hidden_size, kv_heads * dim, bias=bias, device=device)
@@ -63,12 +71,12 @@ class GroupedQueryAttention(nn.Module):
         dtype = torch.float32 if x_BSH.device.type == "cpu" else x_BSH.dtype  # as fast there, and exact
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = _Rotate.apply(q, table.cos, table.sin, dtype).transpose(1, 2)  # [B, heads, S, D]
-        k = _Rotate.apply(k, table.cos, table.sin, dtype).transpose(1, 2)
+        q = self.rotate(q, table, dtype).transpose(1, 2)  # [B, heads, S, D]
+        k = self.rotate(k, table, dtype).transpose(1, 2)
         v = v.to(dtype)
         if cache is not None:
             k, v = cache.append(self.layer_index, k, v)
-        out = causal_attention(q, k, v, self.grouped)
+        out = self.attend(q, k, v, self.grouped)
         return self.o_proj(out.transpose(1, 2).to(x_BSH.dtype).flatten(2))
 
 
@@ -82,3 +90,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     is_causal = mask is None and queries > 1
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
+
+
+def cuda_flash_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    """`causal_attention` by SDPA's flash kernel alone, which has no masks: a prompt behind cached tokens and a single
+    query take whichever kernel fits."""
+    if q.shape[2] != k.shape[2]:
+        return causal_attention(q, k, v, grouped)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return causal_attention(q, k, v, grouped)

@@ -27,7 +27,8 @@ class SortedPairs(NamedTuple):
     that (rows without a pair are zero).
 
     `token_of_row` [P] is the token that a row copies, or T for none; `rows_of_token` [T, k] where a token's copies lie;
-    `counts` and `rows_of_expert` [E] the tokens of an expert and its rows, padding included.
+    `counts` and `rows_of_expert` [E] the tokens of an expert and its rows, padding included; `experts_TK` is the
+    unsorted choice.
     """
 
     token_of_row: Tensor
@@ -35,6 +36,7 @@ class SortedPairs(NamedTuple):
     counts: Tensor
     rows_of_expert: Tensor
     padded: bool
+    experts_TK: Tensor
 
     @classmethod
     def of(cls, experts_TK: Tensor, num_experts: int, block: int) -> SortedPairs:
@@ -54,7 +56,7 @@ class SortedPairs(NamedTuple):
         token = order.div(top_k, rounding_mode="floor")
         padded = total != order.numel()
         token_of_row = order.new_full((total,), tokens).index_copy_(0, row, token) if padded else token
-        return cls(token_of_row, rows_of_token.view_as(experts_TK), counts, padded_counts, padded)
+        return cls(token_of_row, rows_of_token.view_as(experts_TK), counts, padded_counts, padded, experts_TK)
 
     def values(self, values_TK: Tensor) -> Tensor:
         """[T, k] values of the pairs -> [P] of the rows."""
@@ -96,6 +98,16 @@ class _Combine(torch.autograd.Function):
         return ctx.pairs.copy_out(dx_TH), None
 
 
+def dispatch(x_TH: Tensor, pairs: SortedPairs) -> Tensor:
+    """[T, H] -> [P, H], a copy of its token in every row."""
+    return _Dispatch.apply(x_TH, pairs)
+
+
+def combine(y_PH: Tensor, pairs: SortedPairs) -> Tensor:
+    """[P, H] -> [T, H], the sum of every token's rows."""
+    return _Combine.apply(y_PH, pairs)
+
+
 class Experts(nn.Module):
     """All experts of a layer: `forward(x_PH, counts_E, weights_P)` with the rows sorted by expert -> [P, hidden], every
     row times its router weight.
@@ -105,9 +117,10 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = GroupedLinear(num_experts, hidden_size, 2 * intermediate_size, device=device)
         self.down_proj = GroupedLinear(num_experts, intermediate_size, hidden_size, device=device)
+        self.activate = weighted_swiglu
 
     def forward(self, x_PH: Tensor, counts_E: Tensor, weights_P: Tensor) -> Tensor:
-        return self.down_proj(weighted_swiglu(self.gate_up_proj(x_PH, counts_E), weights_P), counts_E)
+        return self.down_proj(self.activate(self.gate_up_proj(x_PH, counts_E), weights_P), counts_E)
 
 
 class MixtureOfExperts(nn.Module):
@@ -116,6 +129,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, device=None):
         super().__init__()
         self.num_experts = config.num_experts
+        self.dispatch, self.combine = dispatch, combine
         self.gate = Linear(config.hidden_size, config.num_experts, bias=False, device=device)
         self.routing = Routing(
             config.num_experts, config.num_experts_per_tok, config.scoring_func, config.norm_topk_prob
@@ -127,8 +141,8 @@ class MixtureOfExperts(nn.Module):
         logits_TE = self.gate(x_TH)
         weights_TK, experts_TK, probabilities_TE = self.routing(logits_TE)
         pairs = SortedPairs.of(experts_TK, self.num_experts, rows_a_group(self.experts))
-        rows_PH = _Dispatch.apply(x_TH, pairs)
+        rows_PH = self.dispatch(x_TH, pairs)
         y_PH = self.experts(rows_PH, pairs.rows_of_expert, pairs.values(weights_TK))
-        y_TH = _Combine.apply(y_PH, pairs)
+        y_TH = self.combine(y_PH, pairs)
         z_sum = logits_TE.float().logsumexp(-1).square().sum()
         return y_TH.view_as(x_BSH), RouterLoad(probabilities_TE.sum(0), pairs.counts.float(), z_sum)
