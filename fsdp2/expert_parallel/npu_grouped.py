@@ -35,7 +35,7 @@ def _grouped(left: Tensor, right: Tensor, offsets: list[int], group_type: int) -
         shape = (0, right.shape[2]) if group_type == 0 else (len(offsets) - 1, left.shape[0], right.shape[1])
         return left.new_zeros(shape)
     assert left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16), (left.dtype, right.dtype)
-    ends = torch.tensor(offsets[1:], dtype=torch.int64, device=left.device)  # cumulative: group_list_type 0
+    ends = torch.tensor(offsets[1:]).to(left.device, non_blocking=True)  # int64, cumulative: group_list_type 0
     (out,) = torch_npu.npu_grouped_matmul(
         [left], [right], group_list=ends, group_list_type=0, group_type=group_type, split_item=3
     )

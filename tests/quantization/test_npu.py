@@ -1,8 +1,9 @@
 """The Ascend backend without an NPU: its calls meet torch_npu's real schemas and shape functions.
 
 torch_npu cannot be imported without CANN, so a process of its own imports the unpacked wheel next to stand-ins for
-CANN's libraries (`npu_stub.py`) and runs `npu_contract.py`. The wheel (44 MB) is fetched into tests/material/torch_npu
-under CI; elsewhere the test is skipped unless it lies there already.
+CANN's libraries (`npu_stub.py`) and runs `npu_contract.py` (operators) or `npu_model_contract.py` (the main job's
+model). The wheel (44 MB) is fetched into tests/material/torch_npu under CI; elsewhere the test is skipped unless it
+lies there already.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def wheel() -> Path:
     return FETCHED
 
 
-def test_every_call_fits_the_real_operators(wheel, tmp_path):
+@pytest.mark.parametrize("contract", ["npu_contract", "npu_model_contract"])
+def test_every_call_fits_the_real_operators(wheel, tmp_path, contract):
     npu_stub.build(wheel / "torch_npu", tmp_path)
     environment = {
         **os.environ,
@@ -47,6 +49,6 @@ def test_every_call_fits_the_real_operators(wheel, tmp_path):
         "OMP_NUM_THREADS": "1",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
-    command = [sys.executable, str(REPOSITORY / "tests" / "quantization" / "npu_contract.py")]
+    command = [sys.executable, str(REPOSITORY / "tests" / "quantization" / f"{contract}.py")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0 and "contract holds" in run.stdout, run.stdout[-2000:] + run.stderr[-4000:]

@@ -143,7 +143,7 @@ def _grouped(
     assert group_type == 2 or right.shape[0] == experts, (right.shape, experts)
     assert left.is_contiguous() == left_scales.is_contiguous() or 1 in left.shape, "transposed one but not the other"
     assert out_dtype in (torch.bfloat16, torch.float16, torch.float32), out_dtype
-    ends = torch.tensor(offsets[1:], dtype=torch.int64, device=left.device)  # cumulative: group_list_type 0
+    ends = torch.tensor(offsets[1:]).to(left.device, non_blocking=True)  # int64, cumulative: group_list_type 0
     (out,) = torch_npu.npu_grouped_matmul(
         [left],
         [right],
@@ -202,7 +202,7 @@ def pair_in_groups(scales: Tensor, offsets: list[int]) -> Tensor:
         first = 2 * (begin // (2 * MX_BLOCK) + expert)
         places += range(first, first + (end - begin) // MX_BLOCK)
     pairs = offsets[-1] // (2 * MX_BLOCK) + len(offsets) - 1
-    index = torch.tensor(places, dtype=torch.int64, device=scales.device)
+    index = torch.tensor(places, dtype=torch.int64).to(scales.device, non_blocking=True)
     spread = scales.new_zeros(2 * pairs, scales.shape[1]).index_copy(0, index, scales)
     return spread.view(pairs, 2, -1).transpose(1, 2).contiguous()
 
