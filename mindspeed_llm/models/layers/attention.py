@@ -93,9 +93,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
 
 
 def cuda_flash_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
-    """`causal_attention` by SDPA's flash kernel alone, which has no masks: a prompt behind cached tokens and a single
-    query take whichever kernel fits."""
-    if q.shape[2] != k.shape[2]:
+    """`causal_attention` by SDPA's flash kernel alone, which has no masks and no fp32: a prompt behind cached
+    tokens, a single query and fp32 take whichever kernel fits."""
+    if q.shape[2] != k.shape[2] or q.dtype == torch.float32:
         return causal_attention(q, k, v, grouped)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return causal_attention(q, k, v, grouped)
